@@ -117,7 +117,7 @@ def one_step(kind: str) -> dict[str, float]:
     values = {
         "makespan": timeline.makespan,
         "bubble": timeline.bubble_fraction,
-        "memory": float(timeline.peak_memory.max()),
+        "memory": float(timeline.memory.peak.max()),
     }
     lap("metrics")
     return {**seconds, **values, "tasks": len(tasks), "devices": tasks.n_devices}

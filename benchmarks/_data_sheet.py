@@ -85,7 +85,7 @@ def figures(row: PublishedRow, costs: ps.Costs, timeline: ps.Timeline) -> Figure
     recomputed = m if row.recompute == "always" else m - 1
     forward, backward = costs.per_stage("forward", n), costs.per_stage("backward", n)
     computed = (forward * (m + recomputed) + backward * m).sum()
-    memory = float(sum(timeline.peak_memory))
+    memory = float(sum(timeline.memory.peak))
     return Figures(row.batch / timeline.makespan, computed / n / timeline.makespan, memory / 2**30)
 
 

@@ -50,7 +50,7 @@ def engine_function(name: str) -> Callable[[Any, Any], Any] | None:
 
 def metrics(timeline: Any) -> tuple[Any, ...]:
     """Return what is asked of every timeline."""
-    return timeline.makespan, timeline.bubble_fraction, timeline.peak_memory
+    return timeline.makespan, timeline.bubble_fraction, timeline.memory.peak
 
 
 def one_round(case: SimulatorCase, n_devices: int, n_microbatches: int) -> Result:

@@ -181,7 +181,7 @@ def lines_of(validation: Validation, published: dict[str, tuple[float, float]]) 
 
 def memory(row: Row) -> tuple[float, float]:
     """Return bytes on all devices at their peaks, predicted and measured."""
-    return float(row.predicted.peak_memory.sum()), float(sum(row.peak_memory))
+    return float(row.predicted.memory.peak.sum()), float(sum(row.peak_memory))
 
 
 COLUMNS = (

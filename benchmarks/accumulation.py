@@ -89,7 +89,7 @@ def activations() -> list[str]:
 
 
 def _predicted(name: str, k: int, costs: ps.Costs) -> float:
-    return float(ps.simulate(ps.lower(ps.schedule(name, 1, k)), costs).peak_memory.max())
+    return float(ps.simulate(ps.lower(ps.schedule(name, 1, k)), costs).memory.peak.max())
 
 
 def gradients(processes: px.Processes | None) -> list[str]:
@@ -113,9 +113,9 @@ def gradients(processes: px.Processes | None) -> list[str]:
                 memory = pipeline.memory(inputs, targets)
             values = [
                 memory.peak_gradients.max(),
-                replace(memory.timeline, costs=costs).peak_memory.max(),
+                replace(memory.timeline, costs=costs).memory.peak.max(),
                 *(
-                    ps.simulate(graph, replace(costs, reduce_grad=seconds)).peak_memory.max()
+                    ps.simulate(graph, replace(costs, reduce_grad=seconds)).memory.peak.max()
                     for seconds in (0, 1e3)
                 ),
                 memory.peak_buffers.max(),

@@ -152,7 +152,7 @@ def memory(
         costs, activation_bytes=bytes_of_stages, parameter_bytes=0.0, optimizer_bytes=0.0
     )
     timeline = ps.simulate(graph, costs)
-    return float(timeline.peak_memory.max()), float(measured.peak_activations.max())
+    return float(timeline.memory.peak.max()), float(measured.peak_activations.max())
 
 
 def work(cases: list[str], n_steps: int, folder: str) -> None:

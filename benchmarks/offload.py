@@ -55,7 +55,7 @@ def simulated(name: str, d: int, v: int, offload: Any) -> tuple[float, float]:
     schedule = ps.schedule(name, d, MICROBATCHES, **({"n_chunks": v} if chunked else {}))
     timeline = ps.simulate(ps.lower(schedule, offload=offload, step="none"), costs)
     work = MICROBATCHES * v * 3.0
-    return float(timeline.peak_memory.max()) / d, timeline.makespan - work
+    return float(timeline.memory.peak.max()) / d, timeline.makespan - work
 
 
 def table() -> list[str]:
@@ -97,7 +97,7 @@ def steps() -> list[str]:
         pipeline = px.Pipeline(stages(), graph, ["cpu"] * 2, nn.functional.mse_loss, sgd)
         costs = px.profile(pipeline, inputs, targets, n_steps=3, warm_up=1)
         predicted = ps.simulate(graph, costs)
-        held = predicted.peak_memory - static(graph, costs)
+        held = predicted.memory.peak - static(graph, costs)
         counted = pipeline.memory(inputs, targets).at(predicted).peak_activations
         runs.append((offload, pipeline, predicted, held, counted))
     makespans = np.array(
@@ -107,7 +107,7 @@ def steps() -> list[str]:
             f"{'predicted (kB)':>16}{'counted (kB)':>14}{'host (kB)':>11}"]  # fmt: skip
     for run, measured in zip(runs, np.median(makespans, axis=0).tolist(), strict=True):
         offload, pipeline, predicted, held, counted = run
-        host = float(predicted.peak_host_memory.max())
+        host = float(predicted.memory.peak_host.max())
         error = predicted.makespan / measured - 1
         rows.append(
             f"{offload!s:>12}{predicted.makespan * 1e3:16.2f}{measured * 1e3:15.2f}{error:8.1%}"

@@ -126,7 +126,7 @@ def check(order: ps.OptimizedSchedule, costs: ps.Costs, limit: float) -> None:
     engines = ("compiled", "simpy") if len(graph) < 50_000 else ("compiled",)
     for engine in engines:
         timeline = ps.simulate(graph, costs, engine=engine, memory_limit=limit)
-        if timeline.makespan != order.makespan or not timeline.fits:
+        if timeline.makespan != order.makespan or not timeline.memory.fits:
             raise RuntimeError(f"{order!r} takes {timeline.makespan} s in engine {engine}")
 
 

@@ -121,7 +121,7 @@ def row_of(name: str, plans: Plans, best: Evaluation) -> list[str]:
 
 def memory_text(published: Plans, kind: str, ways: int, why: str) -> str:
     """Return the bytes of a published configuration, and of one with fewer of some kind."""
-    parts = published.plan(0).timeline.memory_breakdown() / 1e9
+    parts = published.plan(0).timeline.memory.breakdown() / 1e9
     fullest = parts.loc[parts["total"].idxmax()]
     fewer = (parts["total"] - parts[kind] * (1 - 1 / ways)).max()
     kinds = ", ".join(f"{x} {size:.1f}" for x, size in fullest.items() if size and x != "total")

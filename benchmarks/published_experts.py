@@ -113,7 +113,7 @@ def lines() -> list[str]:
             *(error(x, measured) for x in (first.makespan, second.makespan)),
             error(row["perf_ms"], row["real_ms"]),
         ])  # fmt: skip
-        peak = float(first.peak_memory.max()) / GIB
+        peak = float(first.memory.peak.max()) / GIB
         peaks.append([
             row["case"], f"{row['real_alloc_gib']:.2f}", f"{peak:.2f}",
             f"{100 * (peak / row['real_alloc_gib'] - 1):+.2f}%",

@@ -86,7 +86,7 @@ def breakdown(row: Row) -> pd.DataFrame:
         n_replicas=8 // (row.tensor * row.pipeline),
         shard_optimizer=True,
     )
-    return ps.simulate(graph, costs).memory_breakdown()[: row.pipeline]
+    return ps.simulate(graph, costs).memory.breakdown()[: row.pipeline]
 
 
 def error(predicted: float, measured: float) -> str:

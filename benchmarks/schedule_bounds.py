@@ -1,6 +1,6 @@
 """Gaps of all named schedules: makespan over a bound that no order of the same tasks goes below.
 
-A cell is `Timeline.gap` in percent: the schedule is proved optimal at 0, for its placement, its
+A cell is `Timeline.why.gap` in percent: the schedule is proved optimal at 0, for its placement, its
 kinds of backward and these costs. Above 0, a better order may exist, or the bound may be too low. A
 dash stands for numbers of devices and micro-batches that the schedule does not allow. Schedules are
 those that `pipesim.schedule` builds without costs. One table for each of these costs:
@@ -58,8 +58,8 @@ def gap(name: str, case: str, n_devices: int, n_microbatches: int) -> float | No
         return None
     timeline = ps.simulate(graph, costs_of(case, graph.n_stages))
     if case == OWN_MEMORY:
-        timeline = replace(timeline, limits=timeline.peak_memory)
-    return timeline.gap
+        timeline = replace(timeline, limits=timeline.memory.peak)
+    return timeline.why.gap
 
 
 def gap_text(value: float | None) -> str:

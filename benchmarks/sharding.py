@@ -103,7 +103,7 @@ def memory(processes: px.Processes, kind: str) -> list[str]:
         measured = (frame["total"] - frame["activations"]).max()
         costs = ps.Costs(0, 0, parameter_bytes=nbytes, gradient_bytes=nbytes)
         static = sum(nbytes) * (2 if kind == "optimizer" else 2 / N_RANKS)
-        peak = replace(counted.timeline, costs=costs, sizes=None).peak_memory.max()
+        peak = replace(counted.timeline, costs=costs, sizes=None).memory.peak.max()
         optimizer = 2 * sum(nbytes) / N_RANKS
         rows.append(
             f"{name:24}{(static + optimizer) / MIB:9.2f}{(peak - static) / MIB:10.2f}"

@@ -88,7 +88,7 @@ def available() -> tuple[list[str], bool]:
     code = (
         "import json, sys, pipesim as ps\n"
         "large = ps.lower(ps.schedule('1f1b', 64, 1024))\n"  # fills numba's cache
-        "ps.simulate(large, ps.Costs(1.0, 2.0)).peak_memory\n"
+        "ps.simulate(large, ps.Costs(1.0, 2.0)).memory.peak\n"
         "graph, found = ps.lower(ps.schedule('1f1b', 2, 2)), []\n"
         f"for name in {list(ENGINES)}:\n"
         "    try: ps.simulate(graph, ps.Costs(1.0, 2.0), engine=name)\n"

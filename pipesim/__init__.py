@@ -14,7 +14,7 @@ from pipesim import trace
 from pipesim._version import __version__ as __version__
 from pipesim.analysis.audit import audit
 from pipesim.analysis.autograd_orders import AutogradOrders, autograd_orders
-from pipesim.analysis.compare import Comparison, compare
+from pipesim.analysis.compare import Comparison
 from pipesim.analysis.lower_bounds.lower_bound import lower_bound
 from pipesim.analysis.replay import replay
 from pipesim.costs.cost_fields import Workload
@@ -58,11 +58,13 @@ from pipesim.simulation.distributions import Empirical, Failures, LogNormal, Nor
 from pipesim.simulation.noise import Noise
 from pipesim.simulation.scenarios import Scenarios, simulate_many
 from pipesim.simulation.simulate import simulate
+from pipesim.sweeps.compare import compare
 from pipesim.sweeps.sweep import sweep
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace import chakra, hta
 
 from pipesim import named_schedules as named_schedules  # isort: skip  # registers them
+from pipesim import old_names as old_names  # isort: skip
 
 __all__ = [
     "GPU",

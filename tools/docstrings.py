@@ -27,6 +27,7 @@ from numpydoc.docscrape import NumpyDocString
 
 import pipeexec
 import pipesim
+from pipesim.utils.accessors import OwnerMethod, Subject
 
 PACKAGES = {"ps": pipesim, "px": pipeexec}
 ROOTS = tuple(package.__name__ for package in PACKAGES.values())
@@ -53,11 +54,26 @@ def _with_members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             owner = next(base for base in value.__mro__ if key in base.__dict__ or base is object)
             is_own = owner is value or owner.__name__ not in PUBLIC
             if key[0] != "_" and owner.__module__.startswith(ROOTS) and is_own:
+                attribute = getattr(
+                    value, key
+                )  # imports a registered method, which takes its place
                 member = inspect.getattr_static(value, key)
-                if _is_property(member) or callable(getattr(value, key)):
+                if _is_view(attribute):
+                    yield from _with_members(f"{name}.{key}", attribute)
+                elif _is_property(member):
                     yield f"{name}.{key}", member
+                elif callable(attribute):
+                    is_method = isinstance(member, (types.FunctionType, OwnerMethod))
+                    yield (
+                        f"{name}.{key}",
+                        types.MethodType(attribute, value) if is_method else attribute,
+                    )
     elif inspect.isroutine(value):
         yield name, value
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Subject)
 
 
 def _is_property(value: Any) -> bool:
@@ -76,17 +92,16 @@ def missing_parts(name: str, value: Any) -> list[tuple[str, str]]:
         missing.append(("summary", "one line that ends with a full stop"))
     if _is_property(value):
         return missing
-    function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-    undocumented = _parameters(function) - _described(sections)
+    undocumented = _parameters(value) - _described(sections)
     if undocumented:
         missing.append(("Parameters", ", ".join(sorted(undocumented))))
-    if _returns_something(function) and not (sections["Returns"] or sections["Yields"]):
+    if _returns_something(value) and not (sections["Returns"] or sections["Yields"]):
         missing.append(("Returns", ""))
     return missing
 
 
 def _parameters(function: Any) -> set[str]:
-    if isinstance(function, enum.EnumType):
+    if isinstance(function, enum.EnumType) or _is_view(function):
         return set()
     names = inspect.signature(function).parameters.keys() - _fields_of_record(function)
     return {name for name in names if name not in ("self", "cls") and name[0] != "_"}

@@ -1,7 +1,7 @@
 """Resolve names in docstrings that are shorter than their full ones, such as ``GraphError``.
 
 Docstrings name classes, functions and methods as a reader of the same file knows them. A name that
-Sphinx does not find is looked up by its last parts: `Timeline.fits` is `pipesim.Timeline.fits`.
+Sphinx does not find is looked up by its last parts: `Timeline.busy` is `pipesim.Timeline.busy`.
 A name that exists in the packages and has no page, such as that of an internal module, becomes code
 without a link. Any other name stays an error.
 """
@@ -28,6 +28,8 @@ def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     for short, full in SHORT.items():
         if target.startswith(short):
             target = full + target.removeprefix(short)
+    for accessor in ("memory", "plot", "why"):  # their classes have pages
+        target = target.replace(f"Timeline.{accessor}.", f"Timeline{accessor.title()}.")
     objects = env.domains["py"].objects
     names = [name for name in objects if name == target or name.endswith(f".{target}")]
     owner = node.get("py:class") or ""

@@ -68,7 +68,7 @@ def main() -> None:
         what = "slices" if size > 1 else "sequences"
         print(
             f"{schedule.name}, {schedule.n_microbatches} {what}: bubble "
-            f"{timeline.bubble_fraction:.1%}, peak activations {timeline.peak_memory.max():g} "
+            f"{timeline.bubble_fraction:.1%}, peak activations {timeline.memory.peak.max():g} "
             "sequences"
         )
 

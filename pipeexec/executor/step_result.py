@@ -372,10 +372,11 @@ class StepResult:
         return f"<{type(self).__name__}: {self._text()}, {self.timeline!r}>"
 
     def _repr_html_(self) -> str:
+        from pipesim.plot.html import timeline_html
         from pipesim.plot.html_tables import note_html
 
         text = f"{type(self).__name__}: {self._text()}"
-        return note_html(text) + self.timeline._repr_html_()
+        return note_html(text) + timeline_html(self.timeline)
 
     def _text(self) -> str:
         """Return loss, metrics and norm of the gradients, as far as this process has them."""

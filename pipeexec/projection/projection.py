@@ -215,8 +215,8 @@ class Projection:
     ) -> Timeline:
         """Return the predicted timeline of a step on devices of the cluster.
 
-        `Timeline.fits` tells whether it fits in the memory of its GPUs, and ``timeline.graph`` is
-        the graph that a `pipeexec.Pipeline` runs.
+        `Timeline.memory.fits` tells whether it fits in the memory of its GPUs, and
+        ``timeline.graph`` is the graph that a `pipeexec.Pipeline` runs.
 
         Parameters
         ----------
@@ -303,8 +303,8 @@ class Projection:
                     "makespan": timeline.makespan,
                     "samples_per_second": samples / timeline.makespan,
                     "bubble": timeline.bubble_fraction,
-                    "peak_memory": float(timeline.peak_memory.max()),
-                    "fits": timeline.fits,
+                    "peak_memory": float(timeline.memory.peak.max()),
+                    "fits": timeline.memory.fits,
                 }
             )
         if not rows:

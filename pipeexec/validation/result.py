@@ -119,7 +119,7 @@ class Validation:
                 "error_high": row.error_interval.high,
                 "bubble_predicted": row.predicted.bubble_fraction,
                 "bubble_measured": row.measured.bubble_fraction,
-                "memory_predicted": float(row.predicted.peak_memory.max()),
+                "memory_predicted": float(row.predicted.memory.peak.max()),
                 "memory_measured": float(max(row.peak_memory)),
             }
             for name, row in self.rows.items()

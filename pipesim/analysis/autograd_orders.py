@@ -74,7 +74,7 @@ class AutogradOrders:
     @cached_property
     def peak_memory(self) -> NDArray[np.float64]:
         """Bytes of the fullest device in each order; shape ``(len(schedules),)``."""
-        return np.array([timeline.peak_memory.max() for timeline in self.timelines])
+        return np.array([timeline.memory.peak.max() for timeline in self.timelines])
 
     @property
     def best(self) -> Timeline:

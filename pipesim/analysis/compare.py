@@ -1,30 +1,30 @@
-"""Compare schedules with each other, and a prediction with a measurement of the same tasks."""
+"""Columns of tables of timelines, and a prediction beside a measurement of the same tasks."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, CostsWarning, TimelineError
+from pipesim.errors import CostsWarning, TimelineError
 from pipesim.graph.graph import TaskGraph
-from pipesim.timeline.memory_limit import checked_memory_limit, reserved_memory
+from pipesim.timeline.memory import reserved_memory
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.checks import checked
-from pipesim.utils.texts import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
     from pandas.api.extensions import ExtensionArray
+
+    from pipesim.plot.page.save import item_to_html
+    from pipesim.plot.timelines import comparison
 
 
 #: Columns of `compare` that a table has only if a timeline has their values.
@@ -33,96 +33,11 @@ KNOWN_RESULTS = ("memory_limit", "fits", "tokens_per_second", "mfu")
 MOST_TASKS = 200_000
 
 
-def compare(
-    timelines: Mapping[str, Timeline],
-    *,
-    memory_limit: Bytes | Sequence[Bytes] | None = None,
-    to_html: Path | str | None = None,
-) -> pd.DataFrame:
-    """Return one row a timeline, in the given order.
-
-    Parameters
-    ----------
-    timelines
-        Timelines by name.
-    memory_limit
-        Bytes that a device may hold, one number or one a device; by default each timeline's own
-        `Timeline.memory_limit`.
-    to_html
-        A file to write an interactive page of all timelines to, below each other on one time axis;
-        see `pipesim.to_html`.
-
-    Returns
-    -------
-    pandas.DataFrame
-        Indexed by name: ``makespan`` (s), ``relative`` (makespan over that of the first),
-        ``bubble_fraction`` (0..1), ``throughput`` (micro-batches a second), and ``peak_memory``
-        (bytes of the fullest device; NaN for timelines without costs).
-
-        Further columns, each only if it is known for one of the timelines:
-
-        - ``memory_limit``: bytes that a device may hold; if devices differ, those of the device
-          with the least room;
-        - ``fits``: whether each device stays within its limit, the allocator's reserve included,
-          which ``peak_memory`` leaves out; missing if unknown;
-        - ``tokens_per_second``, of all replicas;
-        - ``mfu`` (0..1), as `Timeline.mfu`;
-        - ``gap``: `Timeline.gap`, the makespan over a bound that no order goes below, minus 1;
-          missing if unknown, and for graphs of more than 200,000 tasks, whose bound takes seconds.
-
-    Warns
-    -----
-    CostsWarning
-        If two timelines have as many devices and the same costs of a stage, but different numbers
-        of stages. The one with more stages is then of a larger model.
-
-    See Also
-    --------
-    pipesim.sweep : Simulate many configurations, a row for each.
-    pipesim.Comparison : A prediction beside a measurement of the same tasks.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
-    >>> graphs = {name: ps.lower(ps.schedule(name, 2, 4)) for name in ("gpipe", "1f1b")}
-    >>> timelines = {name: ps.simulate(graph, costs) for name, graph in graphs.items()}
-    >>> print(ps.compare(timelines)[["makespan", "peak_memory"]])
-              makespan  peak_memory
-    schedule
-    gpipe         15.0          4.0
-    1f1b          15.0          2.0
-    """
-    if not isinstance(timelines, Mapping) or not timelines:
-        raise ArgumentError(
-            f"compare takes a mapping of names to timelines with at least one, got {timelines!r}"
-        )
-    for name, timeline in timelines.items():
-        if not isinstance(timeline, Timeline):
-            raise ArgumentError(f"{name!r} is no Timeline but {type(timeline).__name__}")
-    if memory_limit is not None:
-        timelines = {
-            name: replace(timeline, limits=checked_memory_limit(memory_limit, timeline.n_devices))
-            for name, timeline in timelines.items()
-        }
-    warn_of_other_models(
-        (name, timeline.n_devices, timeline.graph.n_stages, timeline.costs)
-        for name, timeline in timelines.items()
-        if timeline.costs is not None
-    )
-    if to_html is not None:
-        from pipesim.plot.page.save import page_path
-        from pipesim.plot.page.save import to_html as write_page
-
-        write_page(page_path("to_html", to_html), timelines)
-    return with_gaps(table_of(timelines), timelines)
-
-
 def with_gaps(table: pd.DataFrame, timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     """Return a table of `table_of` with the column ``gap``, if it is known for a timeline."""
     from pipesim.utils.packages import pandas as pd
 
-    gaps = [math.nan if len(x) > MOST_TASKS else x.gap for x in timelines.values()]
+    gaps = [math.nan if len(x) > MOST_TASKS else x.why.gap for x in timelines.values()]
     if not all(map(math.isnan, gaps)):
         table["gap"] = pd.array([None if math.isnan(x) else x for x in gaps], dtype="float64")
     return table
@@ -173,19 +88,19 @@ def summary(timeline: Timeline) -> dict[str, float]:
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
         "throughput": timeline.throughput,
-        "peak_memory": float(timeline.peak_memory.max()) if has_costs else float("nan"),
+        "peak_memory": float(timeline.memory.peak.max()) if has_costs else float("nan"),
     }
 
 
 def known_results(timeline: Timeline) -> dict[str, float | bool]:
     """Return the values of a timeline in those columns of `compare` that may be missing."""
     results: dict[str, float | bool] = {}
-    limit = timeline.memory_limit
+    limit = timeline.memory.limit
     if limit is not None:
         room = limit if timeline.costs is None else limit - reserved_memory(timeline)
         results["memory_limit"] = float(limit[room.argmin()])
-    if timeline.fits is not None:
-        results["fits"] = timeline.fits
+    if timeline.memory.fits is not None:
+        results["fits"] = timeline.memory.fits
     work = None if timeline.costs is None else timeline.costs.work
     if work is not None:
         results["tokens_per_second"] = timeline.tokens_per_second
@@ -245,6 +160,10 @@ class Comparison:
     predicted: Timeline
     measured: Timeline
     _rows: NDArray[np.int64] | None = field(init=False, repr=False, compare=False, default=None)
+
+    if TYPE_CHECKING:  # registered by the rooms that have them
+        plot = comparison
+        to_html = item_to_html
 
     def __post_init__(self) -> None:
         rows = matching_rows(self.predicted.graph, self.measured.graph)
@@ -306,55 +225,11 @@ class Comparison:
 
         return error_parts(self.predicted, self.matched, launch=launch)
 
-    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw the predicted timeline over the measured one: two lanes a device, one time axis.
-
-        Parameters
-        ----------
-        ax
-            Axes to draw into; new ones by default.
-        **options
-            ``transfers``, ``numbers``, ``legend``, ``unit`` and ``title``, as
-            `pipesim.plot.comparison` describes.
-
-        Returns
-        -------
-        matplotlib.axes.Axes
-            The axes of the drawing, neither shown nor saved.
-        """
-        from pipesim.plot.timelines import comparison
-
-        return comparison(self, ax=ax, **options)
-
-    def to_html(self, path: Path | str, **options: Any) -> None:
-        """Write an interactive page of both timelines, one over the other.
-
-        Parameters
-        ----------
-        path
-            File that ends in ``.html`` or ``.htm``.
-        **options
-            ``title`` and ``microbatches``, as `pipesim.to_html` describes.
-        """
-        from pipesim.plot.page.save import to_html
-
-        to_html(path, self, **options)
-
     def __repr__(self) -> str:
         return (
             f"<Comparison {self.measured.name}: predicted {self.predicted.makespan:.6g} s, "
             f"measured {self.measured.makespan:.6g} s, error {self.makespan_error:+.1%}>"
         )
-
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html import comparison_html
-
-        return comparison_html(self)
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        from pipesim.plot.html import mimebundle
-
-        return mimebundle(self)
 
 
 # Tasks of two graphs, whose rows may be in another order.

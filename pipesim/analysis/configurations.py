@@ -28,6 +28,7 @@ from pipesim.errors import (
     PipeWarning,
     ScheduleError,
     TimelineError,
+    check_flag,
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -38,8 +39,8 @@ from pipesim.scheduling.registry import options_of_schedules
 from pipesim.scheduling.registry import schedule as build_schedule
 from pipesim.scheduling.schedule import Recipe, Schedule
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.memory import costs_of
-from pipesim.timeline.memory_limit import reserved_memory, static_text
+from pipesim.timeline.memory import costs_of, reserved_memory
+from pipesim.timeline.memory_limit import static_text
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import bincount
 
@@ -342,12 +343,12 @@ class _ChangeSearch:
     """Simulate changes of a configuration, until `MOST_TASKS` are used up."""
 
     def __init__(self, timeline: Timeline) -> None:
-        if timeline.memory_limit is None:
+        if timeline.memory.limit is None:
             raise TimelineError(
                 f"timeline {timeline.name!r} has no memory limit for changes to stay within; give "
                 "simulate(graph, costs, memory_limit=...), in bytes"
             )
-        self.limit = timeline.memory_limit
+        self.limit = timeline.memory.limit
         self.start = configuration(timeline)
         self.tasks_per_action = len(timeline.graph) / len(self.start.schedule)
         self.left = MOST_TASKS
@@ -379,18 +380,80 @@ class _ChangeSearch:
             timeline = predict_timeline(graph, changed.costs, memory_limit=limit)
         unlimited = np.full(len(self.limit), math.inf)
         shares = np.divide(reserved_memory(timeline), self.limit, unlimited, where=self.limit > 0)
-        peak = float(timeline.peak_memory.max())
-        fits, pressure = bool(timeline.fits), float(shares.max())
+        peak = float(timeline.memory.peak.max())
+        fits, pressure = bool(timeline.memory.fits), float(shares.max())
         layers = changed.settings.get("layers_per_stage")
         if layers == self.start.settings.get("layers_per_stage"):
             layers = None
         return Trial(changes, timeline.makespan, peak, fits, pressure, layers)
 
 
-def changes_that_fit(timeline: Timeline, *, quick: bool, every: bool) -> pd.DataFrame:
-    """Return changes of a timeline's configuration; see `Timeline.changes_that_fit`."""
+def changes_that_fit(
+    timeline: Timeline, *, quick: bool = False, every: bool = False
+) -> pd.DataFrame:
+    """Simulate changes of the configuration; return those that stay in the memory limit.
+
+    Changes:
+
+    - recompute, fused attention and sequence parallelism of the layers, if the costs are from
+      `Costs.transformer`, or else R tasks;
+    - experts on more GPUs;
+    - micro-batches of a half or a quarter of the size;
+    - the other named schedules;
+    - activations in host memory, if the network has a link to it;
+    - a sharded optimizer; or instead of it parameters that replicas share too, gathered once a
+      step or for every use.
+
+    If none fits alone, two at a time are tried. Everything else stays as it was, such as
+    options of `pipesim.lower`. Fields of the costs stay if they differ from those that the
+    model's settings give.
+
+    Schedules that take ``costs`` are ordered for those of the timeline. If a schedule has
+    another number of stages, the layers of `Costs.transformer` are balanced again for it; other
+    costs are shared evenly by the stages of a device. Costs without settings are proportional
+    to the size of a micro-batch here: real kernels get slower.
+
+    The simulations have about four million tasks together. ``attrs["n_untried"]`` of the table
+    is the number of changes that were left out for this. If no change fits, the table is empty.
+    If parameters, gradients and optimizer alone exceed the limit, ``attrs["advice"]`` is a text
+    that says so: more devices, tensor parallelism or a sharded optimizer are needed then.
+
+    Parameters
+    ----------
+    quick
+        Whether to leave out other schedules and changes in pairs, which take most of the time.
+    every
+        Whether to list changes that do not fit too.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a change, by makespan, those that fit first: ``change``, as arguments of
+        `Costs.transformer`, `pipesim.schedule` or `pipesim.lower`, with the layers of each
+        stage where they are balanced again; ``makespan`` (s);
+        ``relative``, to the configuration as it is; ``peak_memory`` (bytes of the fullest
+        device); ``fits``.
+
+    Raises
+    ------
+    TimelineError
+        If the timeline has no memory limit or no costs, or if its graph is not from
+        `pipesim.lower`, such as one that was loaded.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs, memory_limit=2)
+    >>> table = timeline.memory.changes_that_fit(quick=True)
+    >>> print(table[["makespan", "peak_memory"]].set_index(table["change"]).tail(1))
+                               makespan  peak_memory
+    change
+    lower(recompute='always')      11.0          1.0
+    """
     from pipesim.utils.packages import pandas as pd
 
+    quick, every = check_flag("quick", quick), check_flag("every", every)
     search = _ChangeSearch(timeline)
     changes = [x for x in _changes(search.start) if not (quick and x.kind == _SCHEDULE)]
     trials = search.trials([(change,) for change in changes])

@@ -209,7 +209,7 @@ def device_table(timeline: Timeline) -> pd.DataFrame:
         "utilization": timeline.utilization,
     }
     if timeline.costs is not None:
-        columns["peak_memory"] = timeline.peak_memory
+        columns["peak_memory"] = timeline.memory.peak
     return pd.DataFrame(columns).rename_axis("device")
 
 
@@ -232,6 +232,20 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     TimelineError
         If no task ran, or if tasks waited for each other in a circle, as by measured times that
         contradict the order of the graph.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> path = ps.simulate(graph, ps.Costs(forward=1, backward=2)).why.critical_path()
+    >>> print(path.loc[path["device"] == 1, ["op", "microbatch", "end", "waited_for"]])
+              op  microbatch  end  waited_for
+    task
+    6     RECV_F           1  2.0     message
+    7          F           1  3.0  dependency
+    8          B           1  5.0  dependency
+    12         B           0  7.0      stream
+    13    SEND_B           0  7.0  dependency
     """
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")

@@ -99,6 +99,17 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     pandas.DataFrame
         Columns `CAUSES`, indexed by ``device``. Rows sum exactly to ``timeline.idle``, added in
         any order. No value is below 0, unless ``idle`` itself is, by rounding.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
+    >>> print(timeline.why.idle_by_cause()[["warm_up", "cool_down", "latency"]])
+            warm_up  cool_down  latency
+    device
+    0           1.0        2.0      0.0
+    1           1.0        2.0      0.0
     """
     from pipesim.utils.packages import pandas as pd
 

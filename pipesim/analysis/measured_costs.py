@@ -59,7 +59,66 @@ def costs_from_timeline(
     per_microbatch: bool = False,
     **fields: Any,
 ) -> Costs:
-    """Return the costs that a timeline shows; see `Costs.from_timeline`."""
+    """Return the costs of a timeline, such as to simulate it with something changed.
+
+    - Compute: seconds of F, B, I, W, R and STEP are averages over the tasks of each stage. If
+      some stage has no I and W, both are left out, since the shares of its B are unknown.
+    - Overlapped actions: their halves do not count as F and B. ``overlapped`` is the average
+      of a stage's F halves plus that of its B halves, if any.
+    - Messages: bytes are those of the timeline, and bandwidth is that of its SENDs. Latency is
+      the rest of a message's time, on average over the messages that were waited for and whose
+      RECV did not wait for its own stream or host. Without such messages, latency is the least
+      rest of all messages, which is an upper bound.
+    - Skip connections: ``skip_bytes`` are those of the timeline's costs, or else of its
+      messages that carry one skip connection alone.
+    - Collectives: seconds from the start of the last member (``reduce_grad``, ``unshard``,
+      ``exchange_...``; ``buckets`` for gradients in buckets). They hold for as many replicas
+      on such links. If ``network`` or their bytes are given, seconds follow from these.
+    - Hosts: ``launch`` is 0 unless given. It has no effect where hosts were in time, and a
+      trace of another framework does not show it.
+
+    Parameters
+    ----------
+    timeline
+        Measured or simulated, and complete. Its own costs, if any, give the other bytes.
+    average
+        ``"mean"``, which keeps sums and so predicts makespans best, or ``"median"``.
+    network
+        Used instead of the network that the messages show; ``Network()`` makes messages free.
+    per_microbatch
+        Whether F, B, I, W and R of each stage have the seconds of each micro-batch, and
+        messages their bytes, instead of averages. Replicas then have their own values. Halves
+        of overlapped actions still have averages.
+    **fields
+        Other fields of `Costs`, used instead of the timeline's.
+
+    Returns
+    -------
+    Costs
+        One value a stage, or one a stage and micro-batch.
+
+    Raises
+    ------
+    TimelineError
+        If tasks of the timeline did not run, or if it does not show the bytes of a skip
+        connection.
+
+    Warns
+    -----
+    AccuracyWarning
+        - If reductions took more than 1 % of the timeline, ``network`` is given, and neither
+          the timeline's costs nor ``fields`` have ``parameter_bytes``.
+        - If tasks waited for their host for more than 1 % of the timeline, and ``launch`` is
+          not given.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
+    >>> measured = ps.simulate(graph, ps.Costs(forward=(1, 3), backward=2))
+    >>> ps.Costs.from_timeline(measured).forward
+    (1.0, 3.0)
+    """
     mean = _AVERAGES[check_name("average", average, _AVERAGES)]
     check_flag("per_microbatch", per_microbatch)
     if not isinstance(timeline, Timeline):

@@ -240,13 +240,50 @@ _FITTED = " fitted to "
 
 def fit_gpu(
     rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str,
-    gpu: GPU | Mapping[str, Any] | Path | str,
-    network: Network | str | None,
-    constants: Iterable[str] | None,
     *,
-    progress: bool,
+    gpu: GPU | Mapping[str, Any] | Path | str,
+    network: Network | str | None = None,
+    constants: Iterable[str] | None = None,
+    progress: bool = True,
 ) -> Calibration:
-    """Return the constants that suit measured steps; see `pipesim.GPU.fit` for the arguments.
+    """Return the constants of a GPU that suit measured steps, and the errors of predictions.
+
+    `pipesim.calibration.fit_gpu` has the columns of ``rows`` and the method. It needs SciPy,
+    the extra ``pipesim[fit]``.
+
+    Parameters
+    ----------
+    rows
+        Measured steps: the path of a CSV file with a line a step, a DataFrame, or a list of
+        mappings. Columns are ``seconds``; ``model``, or a transformer's sizes; arguments of
+        `Transformer.costs`, of which ``layers_per_stage`` may be ``"even"`` (the default: each
+        stage has as many) or ``"balanced"`` (for the devices of the row's schedule);
+        ``n_devices``, ``schedule`` and its options; ``n_microbatches``, of a replica, or
+        ``global_batch``, of all; and arguments of `lower`.
+    gpu
+        GPU to start from, the name of a preset, or a mapping of a GPU's fields; or the path of
+        a file ``.json`` that `Calibration.save` wrote, or the mapping in it.
+    network
+        Network of the steps, or the name of a machine; by default messages take no time. Give a
+        network of single GPUs if rows have tensor parallelism of several sizes. A machine has
+        the factors of a GPU's file, as start or, if they are not fitted, as they are.
+    constants
+        Names of the constants to fit: numbers of `GPU`, ``"network_efficiency"``, or
+        ``"network_latency"``, factors of the network's bandwidths and latencies. By default
+        ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any row block
+        (``overlap`` is False) and, with a network, its efficiency.
+    progress
+        Whether to show on a terminal how many steps were predicted.
+
+    Returns
+    -------
+    Calibration
+        Its ``gpu`` has the fitted constants; its ``rows`` have predictions and errors.
+
+    Raises
+    ------
+    PipeError
+        For settings of a row that are wrong, or do not suit each other, naming the row.
 
     Warns
     -----
@@ -255,6 +292,15 @@ def fit_gpu(
         above 0.5, since it has hardly an effect on them, or one that other constants can have too.
         For each constant at a bound; if the median error of fitted rows is above 50 %; and if there
         are no more configurations than constants, so that none is left to check them.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> rows = [{"model": "gpt2_xl", "microbatch_size": b, "n_microbatches": 4, "seconds": s}
+    ...         for b, s in ((1, 0.43), (2, 0.74), (4, 1.37))]
+    >>> fitted = ps.GPU.fit(rows, gpu="a100_80gb", constants=["flops"])
+    >>> f"{fitted.gpu.flops:.2g}"
+    '2.1e+14'
     """
     check_flag("progress", progress)
     steps = measured_steps(rows)

@@ -171,7 +171,7 @@ def result_lines(timeline: Timeline) -> str:
     lines = []
     if "memory_limit" in results:
         limit = format_numbers([results["memory_limit"]], GIB)[0]
-        lines.append(f"limit        {limit} GiB, {_FITS[timeline.fits]}")
+        lines.append(f"limit        {limit} GiB, {_FITS[timeline.memory.fits]}")
     if "tokens_per_second" in results:
         lines.append(f"tokens       {format_numbers([results['tokens_per_second']])[0]} tokens/s")
     if "mfu" in results:
@@ -182,7 +182,7 @@ def result_lines(timeline: Timeline) -> str:
 def memory_changes_text(timeline: Timeline) -> str:
     """Return the devices that need too much, a line each, and a table of changes that fit."""
     lines = [excess_text(excess) for excess in excesses(timeline)]
-    table = timeline.changes_that_fit()
+    table = timeline.memory.changes_that_fit()
     if table.empty:
         if table.attrs["advice"]:
             lines.append(table.attrs["advice"])
@@ -221,8 +221,8 @@ def simulate(args: argparse.Namespace) -> None:
         f"makespan     {format_numbers([timeline.makespan], _MS)[0]} ms\n"
         f"bubble       {timeline.bubble_fraction:.1%}\n"
         f"throughput   {format_numbers([timeline.throughput])[0]} micro-batches/s\n"
-        f"peak memory  {format_numbers([timeline.peak_memory.max()], GIB)[0]} GiB "
-        f"(device {timeline.peak_memory.argmax()})\n{_host_line(timeline)}{result_lines(timeline)}"
+        f"peak memory  {format_numbers([timeline.memory.peak.max()], GIB)[0]} GiB "
+        f"(device {timeline.memory.peak.argmax()})\n{_host_line(timeline)}{result_lines(timeline)}"
     )
     columns = {
         "device": [str(device) for device in devices.index],
@@ -232,10 +232,10 @@ def simulate(args: argparse.Namespace) -> None:
         "peak memory (GiB)": format_numbers(devices["peak_memory"], GIB),
     }
     print(align_columns(columns))
-    if timeline.fits is False:
+    if timeline.memory.fits is False:
         print("\n" + memory_changes_text(timeline))
     if args.idle:
-        causes = timeline.idle_by_cause()
+        causes = timeline.why.idle_by_cause()
         heading = {"idle (ms)": [str(device) for device in causes.index]}
         print(
             "\n"
@@ -249,7 +249,7 @@ def _host_line(timeline: Timeline) -> str:
     """Return a line with the most memory that a host holds; empty if nothing is offloaded."""
     if not timeline.graph.is_op(COPIES).any():
         return ""
-    held = timeline.peak_host_memory
+    held = timeline.memory.peak_host
     return f"host memory  {format_numbers([held.max()], GIB)[0]} GiB (host {held.argmax()})\n"
 
 

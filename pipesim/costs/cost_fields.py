@@ -28,7 +28,7 @@ _OPTIONAL = ("peak_flops", "memory")
 class Workload:
     """Tokens and FLOPs of a micro-batch, and the GPUs that compute them.
 
-    `Timeline.tokens_per_second`, `Timeline.mfu` and `Timeline.memory_limit` follow from it. ``==``
+    `Timeline.tokens_per_second`, `Timeline.mfu` and `Timeline.memory.limit` follow from it. ``==``
     compares tokens, FLOPs, GPUs and memory alone.
 
     Attributes

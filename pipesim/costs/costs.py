@@ -23,7 +23,7 @@ from pipesim.costs.cost_fields import (
     check_whole_layers,
     checked_workload,
 )
-from pipesim.costs.layer_split import LayerPartition, Split, write_layout
+from pipesim.costs.layer_split import write_layout
 from pipesim.costs.microbatch_costs import (
     averaged,
     costs_of_microbatch,
@@ -37,7 +37,6 @@ from pipesim.costs.rows import (
     ROWS,
     STAGE_ROWS,
     CostFields,
-    PerStage,
     given_rows,
 )
 from pipesim.costs.task_costs import TaskCosts
@@ -47,12 +46,10 @@ from pipesim.graph.skips import SkipBytes, checked_skip_bytes
 from pipesim.network.network import Network
 from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.files import check_path, read_json, write_text
 from pipesim.utils.texts import (
     CHECKSUM,
-    Bytes,
     checksum,
     checksum_mismatch,
     format_bytes,
@@ -60,11 +57,10 @@ from pipesim.utils.texts import (
 )
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from pipesim.models.layers import Layers
+    from pipesim.analysis.measured_costs import costs_from_timeline
+    from pipesim.models.layers import costs_from_layers
+    from pipesim.models.model_costs import costs_from_sizes
     from pipesim.ops import Op
-    from pipesim.timeline.timeline import Timeline
 
 
 #: Parts that costs may be of, where schedules have several stages a device.
@@ -211,8 +207,8 @@ class Costs(CostFields):
         times.
     memory_reserve
         Share of the bytes of tensors that a device holds besides them: memory that the caching
-        allocator keeps in blocks which are too small or only partly used. `Timeline.peak_memory`
-        leaves it out; `Timeline.memory_breakdown` shows it. 0, the default, is an ideal allocator.
+        allocator keeps in blocks which are too small or only partly used. `Timeline.memory.peak`
+        leaves it out; `Timeline.memory.breakdown` shows it. 0, the default, is an ideal allocator.
 
     See Also
     --------
@@ -250,10 +246,10 @@ class Costs(CostFields):
     def __repr__(self) -> str:
         return costs_text(self)
 
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html_tables import costs_html
-
-        return costs_html(self)
+    if TYPE_CHECKING:  # registered by the rooms that have them
+        from_layers = staticmethod(costs_from_layers)
+        from_timeline = staticmethod(costs_from_timeline)
+        transformer = staticmethod(costs_from_sizes)
 
     @cached_property
     def n_microbatches(self) -> int | None:
@@ -601,39 +597,6 @@ class Costs(CostFields):
             raise CostsError(checksum_mismatch(path, f'delete the line "{CHECKSUM}"'))
         return costs
 
-    @classmethod
-    def transformer(cls, layers_per_stage: Split, **settings: Any) -> Costs:
-        """Return the costs of a transformer's stages, from its sizes.
-
-        Parameters
-        ----------
-        layers_per_stage
-            Layers of each stage, or a number of stages. A number of stages get as many layers
-            each, unless ``partition="balanced"`` is among the settings.
-        **settings
-            The fields of `pipesim.Transformer` (``hidden_size``, ``n_heads``, ...) and the
-            arguments of its ``costs`` (``microbatch_size``, ``gpu``,
-            ``tensor_parallel``, ...). ``n_layers`` may be left out if the layers of each stage are
-            given.
-
-        Returns
-        -------
-        Costs
-            One value a stage: seconds and bytes of one GPU, and the ``workload``.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> costs = ps.Costs.transformer(
-        ...     [3, 3, 3, 2], hidden_size=1024, n_heads=16, sequence_length=1024,
-        ...     vocabulary_size=50304, microbatch_size=4, gpu="a100_80gb")
-        >>> costs.layout
-        'Et*3|(t*3|)*2t*2L'
-        """
-        from pipesim.models.model_costs import costs_from_sizes
-
-        return costs_from_sizes(layers_per_stage, **settings)
-
     def rebuilt(self, *, network: Network | None = None, **changes: Any) -> Costs:
         """Return the costs of the same transformer with another network or other settings.
 
@@ -674,132 +637,6 @@ class Costs(CostFields):
         dropped = [opposite[name] for name in changes if name in opposite]
         kept = {name: value for name, value in settings.items() if name not in dropped}
         return Costs.transformer(**{**kept, **changes}, network=network)
-
-    @classmethod
-    def from_layers(
-        cls,
-        layers: Layers | pd.DataFrame | Path | str,
-        split: Split,
-        *,
-        partition: LayerPartition | None = None,
-        placement: Placement | Schedule | TaskGraph | None = None,
-        memory_limit: Bytes | Sequence[Bytes] | None = None,
-        launch: PerStage = 0.0,
-        network: Network | None = None,
-    ) -> Costs:
-        """Return the costs of stages made of profiled layers, from CSV or a DataFrame.
-
-        Parameters
-        ----------
-        layers
-            One row a layer; `pipesim.Layers` lists the columns.
-        split
-            Layers of each stage; a number of stages, which are balanced by default; or, with
-            ``placement``, ``"even"`` or ``"balanced"``.
-        partition
-            As for `Layers.costs`, whose default is ``"balanced"``. That of `Transformer.costs` is
-            ``"even"`` without ``placement``.
-        placement, memory_limit
-            As for `Layers.costs`: what is balanced, and the most bytes of a device.
-        launch, network
-            As in `Costs`.
-
-        Returns
-        -------
-        Costs
-            One value a stage: seconds and bytes summed over its layers; see `Layers.costs`.
-
-        Raises
-        ------
-        CostsError
-            For a table that cannot be read, naming file, line and column.
-        """
-        from pipesim.models.layers import as_layers
-
-        return as_layers(layers).costs(
-            split,
-            partition=partition,
-            placement=placement,
-            memory_limit=memory_limit,
-            launch=launch,
-            network=network,
-        )
-
-    @classmethod
-    def from_timeline(
-        cls,
-        timeline: Timeline,
-        *,
-        average: str = "mean",
-        network: Network | None = None,
-        per_microbatch: bool = False,
-        **fields: Any,
-    ) -> Costs:
-        """Return the costs of a timeline, such as to simulate it with something changed.
-
-        - Compute: seconds of F, B, I, W, R and STEP are averages over the tasks of each stage. If
-          some stage has no I and W, both are left out, since the shares of its B are unknown.
-        - Overlapped actions: their halves do not count as F and B. ``overlapped`` is the average
-          of a stage's F halves plus that of its B halves, if any.
-        - Messages: bytes are those of the timeline, and bandwidth is that of its SENDs. Latency is
-          the rest of a message's time, on average over the messages that were waited for and whose
-          RECV did not wait for its own stream or host. Without such messages, latency is the least
-          rest of all messages, which is an upper bound.
-        - Skip connections: ``skip_bytes`` are those of the timeline's costs, or else of its
-          messages that carry one skip connection alone.
-        - Collectives: seconds from the start of the last member (``reduce_grad``, ``unshard``,
-          ``exchange_...``; ``buckets`` for gradients in buckets). They hold for as many replicas
-          on such links. If ``network`` or their bytes are given, seconds follow from these.
-        - Hosts: ``launch`` is 0 unless given. It has no effect where hosts were in time, and a
-          trace of another framework does not show it.
-
-        Parameters
-        ----------
-        timeline
-            Measured or simulated, and complete. Its own costs, if any, give the other bytes.
-        average
-            ``"mean"``, which keeps sums and so predicts makespans best, or ``"median"``.
-        network
-            Used instead of the network that the messages show; ``Network()`` makes messages free.
-        per_microbatch
-            Whether F, B, I, W and R of each stage have the seconds of each micro-batch, and
-            messages their bytes, instead of averages. Replicas then have their own values. Halves
-            of overlapped actions still have averages.
-        **fields
-            Other fields of `Costs`, used instead of the timeline's.
-
-        Returns
-        -------
-        Costs
-            One value a stage, or one a stage and micro-batch.
-
-        Raises
-        ------
-        TimelineError
-            If tasks of the timeline did not run, or if it does not show the bytes of a skip
-            connection.
-
-        Warns
-        -----
-        AccuracyWarning
-            - If reductions took more than 1 % of the timeline, ``network`` is given, and neither
-              the timeline's costs nor ``fields`` have ``parameter_bytes``.
-            - If tasks waited for their host for more than 1 % of the timeline, and ``launch`` is
-              not given.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
-        >>> measured = ps.simulate(graph, ps.Costs(forward=(1, 3), backward=2))
-        >>> ps.Costs.from_timeline(measured).forward
-        (1.0, 3.0)
-        """
-        from pipesim.analysis.measured_costs import costs_from_timeline
-
-        return costs_from_timeline(
-            timeline, average=average, network=network, per_microbatch=per_microbatch, **fields
-        )
 
     def scaled(
         self,

@@ -46,7 +46,9 @@ from pipesim.utils.host_memory import check_memory
 
 if TYPE_CHECKING:
     import networkx  # type: ignore[import-untyped]
-    from matplotlib.axes import Axes
+
+    from pipesim.plot.dependency_plot import dependencies
+    from pipesim.plot.page.save import item_to_html
 
 
 _NO_OPTIONS = LoweringOptions()
@@ -371,6 +373,10 @@ class TaskGraph:
         self.__dict__["_verified"] = True
         return self
 
+    if TYPE_CHECKING:  # registered by the rooms that have them
+        plot = dependencies
+        to_html = item_to_html
+
     @property
     def wired(self) -> bool:
         """Whether `of_kinds` made this graph, so that dependencies follow from kinds and order."""
@@ -386,27 +392,6 @@ class TaskGraph:
             f"{self.n_stages} stages, {self.n_microbatches} micro-batches, "
             f"recompute={self.recompute}>"
         )
-
-    def to_html(self, path: Path | str, **options: Any) -> None:
-        """Write an interactive page of the graph; see `pipesim.to_html`.
-
-        Each task is one level after those that it waits for.
-
-        Parameters
-        ----------
-        path
-            File that ends in ``.html`` or ``.htm``.
-        **options
-            ``title``, as `pipesim.to_html` describes.
-        """
-        from pipesim.plot.page.save import to_html
-
-        to_html(path, self, **options)
-
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html import graph_html
-
-        return graph_html(self)
 
     @cached_property
     def op(self) -> NDArray[np.int8]:
@@ -552,28 +537,6 @@ class TaskGraph:
 
         directed: networkx.DiGraph[int] = networkx_graph(self)
         return directed
-
-    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw the dependencies of a small graph, a row a device and a column a clock cycle.
-
-        `pipesim.plot.dependencies` has a table of the texts in the nodes.
-
-        Parameters
-        ----------
-        ax
-            Axes to draw into; new ones by default.
-        **options
-            ``messages``, ``order``, ``legend`` and ``title``, as `pipesim.plot.dependencies`
-            describes.
-
-        Returns
-        -------
-        matplotlib.axes.Axes
-            The axes of the drawing, neither shown nor saved.
-        """
-        from pipesim.plot.dependency_plot import dependencies
-
-        return dependencies(self, ax=ax, **options)
 
     def with_name(self, name: str) -> TaskGraph:
         """Return the same graph under another name.

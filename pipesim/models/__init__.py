@@ -1,5 +1,6 @@
 """Costs of a pipeline from the sizes of a model: GPUs, transformers, and profiled layers."""
 
+from pipesim.costs.costs import Costs
 from pipesim.models.data_sheets import gpus
 from pipesim.models.gpu import GPU, Kernel
 from pipesim.models.layers import Layers
@@ -8,6 +9,7 @@ from pipesim.models.published_models import transformers
 from pipesim.models.routing import Routing
 from pipesim.models.shard import Shard
 from pipesim.models.transformer import Transformer
+from pipesim.utils.accessors import add_constructors
 
 __all__ = [
     "GPU",
@@ -20,3 +22,9 @@ __all__ = [
     "gpus",
     "transformers",
 ]
+
+add_constructors(
+    Costs,
+    from_layers="pipesim.models.layers:costs_from_layers",
+    transformer="pipesim.models.model_costs:costs_from_sizes",
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -19,9 +19,7 @@ from pipesim.utils.texts import in_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pandas as pd
-
-    from pipesim.calibration.fit_gpu import Calibration
+    from pipesim.calibration.fit_gpu import fit_gpu
 
 
 class Kernel(NamedTuple):
@@ -193,15 +191,13 @@ class GPU:
             )
         check_text("name", self.name)
 
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html_tables import gpu_html
-
-        return gpu_html(self)
-
     @property
     def peak(self) -> float:
         """``peak_flops``, or ``flops`` if it was not given (FLOP/s)."""
         return self.flops if self.peak_flops is None else self.peak_flops
+
+    if TYPE_CHECKING:  # registered by the rooms that have them
+        fit = staticmethod(fit_gpu)
 
     @classmethod
     def preset(cls, name: str, *, launch: float = _LAUNCH) -> GPU:
@@ -240,74 +236,6 @@ class GPU:
             peak_flops=sheet.flops,
             name=name,
         )
-
-    @classmethod
-    def fit(
-        cls,
-        rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str,
-        *,
-        gpu: GPU | Mapping[str, Any] | Path | str,
-        network: Network | str | None = None,
-        constants: Iterable[str] | None = None,
-        progress: bool = True,
-    ) -> Calibration:
-        """Return the constants of a GPU that suit measured steps, and the errors of predictions.
-
-        `pipesim.calibration.fit_gpu` has the columns of ``rows`` and the method. It needs SciPy,
-        the extra ``pipesim[fit]``.
-
-        Parameters
-        ----------
-        rows
-            Measured steps: the path of a CSV file with a line a step, a DataFrame, or a list of
-            mappings. Columns are ``seconds``; ``model``, or a transformer's sizes; arguments of
-            `Transformer.costs`, of which ``layers_per_stage`` may be ``"even"`` (the default: each
-            stage has as many) or ``"balanced"`` (for the devices of the row's schedule);
-            ``n_devices``, ``schedule`` and its options; ``n_microbatches``, of a replica, or
-            ``global_batch``, of all; and arguments of `lower`.
-        gpu
-            GPU to start from, the name of a preset, or a mapping of a GPU's fields; or the path of
-            a file ``.json`` that `Calibration.save` wrote, or the mapping in it.
-        network
-            Network of the steps, or the name of a machine; by default messages take no time. Give a
-            network of single GPUs if rows have tensor parallelism of several sizes. A machine has
-            the factors of a GPU's file, as start or, if they are not fitted, as they are.
-        constants
-            Names of the constants to fit: numbers of `GPU`, ``"network_efficiency"``, or
-            ``"network_latency"``, factors of the network's bandwidths and latencies. By default
-            ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any row block
-            (``overlap`` is False) and, with a network, its efficiency.
-        progress
-            Whether to show on a terminal how many steps were predicted.
-
-        Returns
-        -------
-        Calibration
-            Its ``gpu`` has the fitted constants; its ``rows`` have predictions and errors.
-
-        Raises
-        ------
-        PipeError
-            For settings of a row that are wrong, or do not suit each other, naming the row.
-
-        Warns
-        -----
-        CalibrationWarning
-            For constants that the rows do not determine, constants at a bound, large errors, and no
-            more rows than constants.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> rows = [{"model": "gpt2_xl", "microbatch_size": b, "n_microbatches": 4, "seconds": s}
-        ...         for b, s in ((1, 0.43), (2, 0.74), (4, 1.37))]
-        >>> fitted = ps.GPU.fit(rows, gpu="a100_80gb", constants=["flops"])
-        >>> f"{fitted.gpu.flops:.2g}"
-        '2.1e+14'
-        """
-        from pipesim.calibration.fit_gpu import fit_gpu
-
-        return fit_gpu(rows, gpu, network, constants, progress=progress)
 
     def scaled(self, part: float) -> GPU:
         """Return this GPU with ``flops`` and ``bandwidth`` times a factor; the rest stays.

@@ -105,11 +105,6 @@ class Layers:
             joint = joint_values(self.source, self.joint_activation_bytes, len(self))
             object.__setattr__(self, "joint_activation_bytes", joint)
 
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html_tables import layers_html
-
-        return layers_html(self)
-
     def __len__(self) -> int:
         return len(self.columns["forward"])
 
@@ -457,3 +452,50 @@ def joint_values(where: str, rows: object, n: int) -> tuple[tuple[float, ...], .
             f"rows of {', '.join(map(str, shape[1:]))} values"
         )
     return checked
+
+
+def costs_from_layers(
+    layers: Layers | pd.DataFrame | Path | str,
+    split: Split,
+    *,
+    partition: LayerPartition | None = None,
+    placement: Placed | None = None,
+    memory_limit: Bytes | Sequence[Bytes] | None = None,
+    launch: PerStage = 0.0,
+    network: Network | None = None,
+) -> Costs:
+    """Return the costs of stages made of profiled layers, from CSV or a DataFrame.
+
+    Parameters
+    ----------
+    layers
+        One row a layer; `pipesim.Layers` lists the columns.
+    split
+        Layers of each stage; a number of stages, which are balanced by default; or, with
+        ``placement``, ``"even"`` or ``"balanced"``.
+    partition
+        As for `Layers.costs`, whose default is ``"balanced"``. That of `Transformer.costs` is
+        ``"even"`` without ``placement``.
+    placement, memory_limit
+        As for `Layers.costs`: what is balanced, and the most bytes of a device.
+    launch, network
+        As in `Costs`.
+
+    Returns
+    -------
+    Costs
+        One value a stage: seconds and bytes summed over its layers; see `Layers.costs`.
+
+    Raises
+    ------
+    CostsError
+        For a table that cannot be read, naming file, line and column.
+    """
+    return as_layers(layers).costs(
+        split,
+        partition=partition,
+        placement=placement,
+        memory_limit=memory_limit,
+        launch=launch,
+        network=network,
+    )

@@ -30,9 +30,32 @@ from pipesim.utils.texts import Bytes
 
 
 def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
-    """Return ``Transformer(...).costs(layers_per_stage, ...)``; settings are those of both.
+    """Return the costs of a transformer's stages, from its sizes.
 
-    ``n_layers`` may be left out if the layers of each stage are given.
+    Parameters
+    ----------
+    layers_per_stage
+        Layers of each stage, or a number of stages. A number of stages get as many layers
+        each, unless ``partition="balanced"`` is among the settings.
+    **settings
+        The fields of `pipesim.Transformer` (``hidden_size``, ``n_heads``, ...) and the
+        arguments of its ``costs`` (``microbatch_size``, ``gpu``,
+        ``tensor_parallel``, ...). ``n_layers`` may be left out if the layers of each stage are
+        given.
+
+    Returns
+    -------
+    Costs
+        One value a stage: seconds and bytes of one GPU, and the ``workload``.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> costs = ps.Costs.transformer(
+    ...     [3, 3, 3, 2], hidden_size=1024, n_heads=16, sequence_length=1024,
+    ...     vocabulary_size=50304, microbatch_size=4, gpu="a100_80gb")
+    >>> costs.layout
+    'Et*3|(t*3|)*2t*2L'
     """
     sizes = {field.name: field.default for field in fields(Transformer)}
     options = signature(Transformer.costs).parameters

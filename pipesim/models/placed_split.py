@@ -35,7 +35,9 @@ from pipesim.models.device_split import (
 from pipesim.ops import COMPUTE, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
-from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit, reserved_memory
+from pipesim.simulation.simulate import predict_timeline
+from pipesim.timeline.memory import reserved_memory
+from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.task_bytes import dropped_activations, weight_versions
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.caller_warnings import warn_caller
@@ -339,7 +341,7 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
     simulations = _Simulations(model, graph, limits)
     first = first_borders(split_problem(model, graph))
     timeline = simulations.timeline(first)
-    problem = _problem(simulations, first, timeline.memory_limit)
+    problem = _problem(simulations, first, timeline.memory.limit)
     best = _search(simulations, problem, first)
     if simulations.makespan(best) < np.inf:
         return layer_counts(best)
@@ -355,7 +357,7 @@ def fastest_split(model: LayerModel, graph: TaskGraph, limits: Floats | None) ->
 
 
 def _excess(timeline: Timeline) -> Floats:
-    needed, limits = reserved_memory(timeline), memory_limit(timeline)
+    needed, limits = reserved_memory(timeline), timeline.memory.limit
     return needed if limits is None else needed - limits
 
 
@@ -388,15 +390,13 @@ class _Simulations:
     is_limited: bool = True
 
     def timeline(self, borders: Ints) -> Timeline:
-        from pipesim.simulation.simulate import predict_timeline
-
         costs = self.model.stage_costs(layer_counts(borders))
         limits = None if self.limits is None else self.limits.tolist()
         return predict_timeline(self.graph, costs, memory_limit=limits)
 
     def makespan(self, borders: Ints) -> float:
         timeline = self.timeline(borders)
-        if self.is_limited and timeline.fits is False:
+        if self.is_limited and timeline.memory.fits is False:
             return np.inf
         return float(timeline.makespan)
 
@@ -424,7 +424,7 @@ def _problem(simulations: _Simulations, first: Ints, limits: Floats | None) -> S
     if limits is None:
         return problem
     near = balanced_borders(problem, [first])
-    others = simulations.timeline(near).peak_memory - problem.peak_bytes(near)
+    others = simulations.timeline(near).memory.peak - problem.peak_bytes(near)
     return replace(problem, limit=problem.limit - others[problem.holder])
 
 

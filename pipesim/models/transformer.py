@@ -178,11 +178,6 @@ class Transformer:
             size = self.value_head_size or self.head_size
             object.__setattr__(self, "value_head_size", size)
 
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html_tables import transformer_html
-
-        return transformer_html(self)
-
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Transformer:
         """Return a published model; `pipesim.transformers` lists them with their sources.
@@ -627,7 +622,7 @@ class Transformer:
         >>> costs = model.costs([12] * 4, microbatch_size=1, gpu="h100_sxm", flash_attention=True)
         >>> graph = ps.lower(ps.schedule("1f1b", n_devices=4, n_microbatches=8))
         >>> timeline = ps.simulate(graph, costs)
-        >>> timeline.fits, 0 < timeline.mfu() < 1
+        >>> timeline.memory.fits, 0 < timeline.mfu() < 1
         (True, True)
         """
         from pipesim.models.model_costs import model_costs

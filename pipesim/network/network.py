@@ -149,11 +149,6 @@ class Network:
     def __getstate__(self) -> dict[str, Any]:  # equal networks have equal pickles
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html_tables import network_html
-
-        return network_html(self)
-
     @functools.cached_property
     def _router(self) -> Router:
         return Router(self.links, self.nodes, self.latency, self.bandwidth)

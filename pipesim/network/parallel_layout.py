@@ -325,11 +325,6 @@ class Layout:
         own = check_type("machine", machine, Network, 'give such as "dgx_h100"')
         return own.grouped(self.gpus_per_device)
 
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html_tables import layout_html
-
-        return layout_html(self)
-
     @cached_property
     def _coordinates(self) -> dict[str, NDArray[np.int64]]:
         coordinates: dict[str, NDArray[np.int64]] = {}

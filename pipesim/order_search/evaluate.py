@@ -120,7 +120,7 @@ def keeps_limit(problem: OrderProblem, order: LaneOrder) -> bool:
 def peak_bytes(problem: OrderProblem, order: LaneOrder) -> Floats:
     """Return the most bytes that the tasks of each device hold; shape ``(n_devices,)``.
 
-    The sum is that of `Timeline.peak_memory`, number by number.
+    The sum is that of `Timeline.memory.peak`, number by number.
     """
     peak, row = np.zeros(problem.n_devices), rows_of(problem, order.microbatches)
     _peak_bytes(problem, order.lanes, order.ptr, row, first_tasks(problem), peak)

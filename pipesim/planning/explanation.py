@@ -416,7 +416,7 @@ def _exact(total: float, parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def memory_parts(timeline: Timeline) -> dict[str, float]:
-    """Return the bytes of the fullest device by kind; see `Timeline.memory_breakdown`.
+    """Return the bytes of the fullest device by kind; see `Timeline.memory.breakdown`.
 
     ``total`` is their sum, the allocator's reserve included.
     """

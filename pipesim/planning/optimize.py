@@ -119,6 +119,7 @@ class OptimizedSchedule(Schedule):
         )
 
     def _repr_html_(self) -> str:
+        from pipesim.plot.html import schedule_html
         from pipesim.plot.html_tables import note_html, table_html
 
         head = [self.objective, "time", "above the lower bound"]
@@ -134,7 +135,7 @@ class OptimizedSchedule(Schedule):
         if self.noisy_makespan is not None:
             text += f"; makespan with noise {format_time(self.noisy_makespan)}"
         text += f"; {self.evaluations:,} moves in {format_time(self.seconds)}"
-        return note_html(text) + table_html(head, rows) + super()._repr_html_()
+        return note_html(text) + table_html(head, rows) + schedule_html(self)
 
     def _proof(self) -> str:
         """Return in words how far from the optimum the order can be."""

@@ -41,8 +41,7 @@ from pipesim.planning.problem import PlanProblem, kept
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.equal_replicas import OneOfReplicas, SharedRoutes, replica_memory_graph
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.memory import OrderBytes, order_bytes
-from pipesim.timeline.memory_limit import reserved_memory
+from pipesim.timeline.memory import OrderBytes, order_bytes, reserved_memory
 from pipesim.utils.csr import Ints
 from pipesim.utils.texts import format_bytes
 

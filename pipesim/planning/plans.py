@@ -59,7 +59,7 @@ class Plan:
     >>> plans = ps.plan(layers, cluster, global_batch=4, schedules="1f1b")
     >>> plans.best.graph
     <TaskGraph 1f1b: 12 tasks, 2 replicas, 2 devices, 1 stages, 2 micro-batches, recompute=never>
-    >>> plans.best.timeline.fits
+    >>> plans.best.timeline.memory.fits
     True
     """
 

@@ -5,12 +5,24 @@ wide, and returns the axes. `panels` and `overlay` make a figure. None shows or 
 `save` does. matplotlib is imported only when something is drawn.
 """
 
+from pipesim.analysis.compare import Comparison
+from pipesim.costs.costs import Costs
+from pipesim.graph.graph import TaskGraph
+from pipesim.models.gpu import GPU
+from pipesim.models.layers import Layers
+from pipesim.models.transformer import Transformer
+from pipesim.network.network import Network
+from pipesim.network.parallel_layout import Layout
 from pipesim.plot.charts import accuracy, bars, idle, memory, plan_front
 from pipesim.plot.dependency_plot import dependencies
 from pipesim.plot.html import comparison_html, graph_html, schedule_html, timeline_html
 from pipesim.plot.paper_figure import ONE_COLUMN, TWO_COLUMNS, figure, paper_style, save
 from pipesim.plot.style import PALETTE
 from pipesim.plot.timelines import comparison, overlay, panels, timeline
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.accessors import add_methods
 
 __all__ = [
     "ONE_COLUMN",
@@ -34,3 +46,25 @@ __all__ = [
     "timeline",
     "timeline_html",
 ]
+
+add_methods(Timeline, plot="pipesim.plot.accessors:TimelinePlot")
+add_methods(Comparison, plot="pipesim.plot.timelines:comparison")
+add_methods(TaskGraph, plot="pipesim.plot.dependency_plot:dependencies")
+for _kind, _function in {
+    Timeline: "html:timeline_html",
+    Comparison: "html:comparison_html",
+    TaskGraph: "html:graph_html",
+    Schedule: "html:schedule_html",
+    Costs: "html_tables:costs_html",
+    GPU: "html_tables:gpu_html",
+    Layers: "html_tables:layers_html",
+    Layout: "html_tables:layout_html",
+    Network: "html_tables:network_html",
+    Placement: "html_tables:placement_html",
+    Transformer: "html_tables:transformer_html",
+}.items():
+    add_methods(_kind, _repr_html_=f"pipesim.plot.{_function}")
+for _kind in (Timeline, Comparison):
+    add_methods(_kind, _repr_mimebundle_="pipesim.plot.html:mimebundle")
+for _kind in (Timeline, Comparison, TaskGraph, Schedule):
+    add_methods(_kind, to_html="pipesim.plot.page.save:item_to_html")

@@ -19,7 +19,6 @@ from pipesim.plot.paper_figure import (
     add_legend,
     axes_or_new,
     axes_size,
-    check_drawable,
     end_of_axis,
     figure,
     label,
@@ -30,6 +29,7 @@ from pipesim.plot.paper_figure import (
 )
 from pipesim.plot.style import INK, PALETTE, shades, text_colours
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import checked
 from pipesim.utils.texts import Bytes, byte_unit, format_bytes, format_time, in_bytes, time_unit
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ FEW = 8
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (1.5, 1)), (0, (5, 1, 1, 1)))
 
 
+@checked
 def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = None) -> Axes:
     """Draw the bytes that each device holds over time; later devices are lighter.
 
@@ -56,8 +57,13 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
         A timeline with costs.
     ax, unit
         As for `pipesim.plot.timeline`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes of the drawing, neither shown nor saved.
     """
-    held = check_drawable(timeline, Timeline).memory()
+    held = timeline.memory()
     sign, scale = time_unit(timeline.makespan, unit)
     size_sign, size = byte_unit(float(held["nbytes"].max()))
     ax = axes_or_new(ax, 6)
@@ -154,6 +160,7 @@ LOOKS: Mapping[Cause, tuple[Op, str]] = {
 HATCH_INK = 0.55
 
 
+@checked
 def idle(
     timeline: Timeline,
     *,
@@ -172,8 +179,13 @@ def idle(
         As for `pipesim.plot.timeline`.
     legend
         Whether to draw a legend of the causes that occur.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes of the drawing, neither shown nor saved.
     """
-    table = idle_by_cause(check_drawable(timeline, Timeline))
+    table = idle_by_cause(timeline)
     longest = float(timeline.idle.max(initial=0.0))
     sign, scale = time_unit(longest, unit)
     ax = axes_or_new(ax, timeline.n_devices)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, check_flag, check_name
+from pipesim.errors import ArgumentError, check_name
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.precedence import Edges, ancestors
 from pipesim.graph.tasks import Task
@@ -32,11 +32,11 @@ from pipesim.ops import (
 from pipesim.plot.paper_figure import (
     add_legend,
     axes_or_new,
-    check_drawable,
     set_device_rows,
     set_title,
     thinned_ticks,
 )
+from pipesim.utils.checks import checked
 from pipesim.utils.csr import Ints
 
 if TYPE_CHECKING:
@@ -258,6 +258,7 @@ def _code(task: Task) -> str:
 MOST_NODES = 300
 
 
+@checked
 def dependencies(
     graph: TaskGraph,
     *,
@@ -321,11 +322,13 @@ def dependencies(
     -----
     LegibilityWarning
         When drawn, if nodes have no room for their texts.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes of the drawing, neither shown nor saved.
     """
-    graph = check_drawable(graph, TaskGraph)
     check_name("messages", messages, ("arrows", "labels", "nodes"))
-    check_flag("order", order)
-    check_flag("legend", legend)
     n_tasks = int(graph.on_compute.sum())
     if n_tasks > MOST_NODES:
         raise ArgumentError(

@@ -131,7 +131,7 @@ def timeline_html(timeline: Timeline) -> str:
         f"{timeline.bubble_fraction:.1%}, {timeline.throughput:.4g} micro-batches/s"
     )
     if timeline.costs is not None:
-        line += f", peak memory {format_bytes(float(timeline.peak_memory.max()))}"
+        line += f", peak memory {format_bytes(float(timeline.memory.peak.max()))}"
     line += _known_results_text(timeline)
     if not timeline.complete:
         line += f"; {int(timeline.ran.sum())} of {len(timeline)} tasks ran"
@@ -182,13 +182,13 @@ MAX_FRAMED = 20_000
 _AROUND, _ROW, _MOST = 150, 30, 620
 
 
-def mimebundle(item: Timeline | Comparison) -> dict[str, Any]:
+def mimebundle(item: Timeline | Comparison, **_: Any) -> dict[str, Any]:
     """Return a timeline or comparison for notebooks: HTML with the page, a picture, and text.
 
     Frontends show the HTML. Those that cannot, and exports to PDF, take the picture.
     """
     return {
-        "text/html": item._repr_html_(),
+        "text/html": comparison_html(item) if isinstance(item, Comparison) else timeline_html(item),
         "image/png": base64.b64encode(figure_png(picture(item))).decode("ascii"),
         "text/plain": repr(item),
     }

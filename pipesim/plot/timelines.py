@@ -28,6 +28,7 @@ from pipesim.plot.paper_figure import (
 )
 from pipesim.plot.style import INK, format_error, n_chunks
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import checked
 from pipesim.utils.texts import format_time, time_unit
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def _with_copies(graph: TaskGraph, offset: float, room: float, streams: Flags | 
 _TITLE, _AROUND = 0.22, 0.65
 
 
+@checked
 def timeline(
     timeline: Timeline,
     *,
@@ -152,8 +154,13 @@ def timeline(
         Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
     title
         No title by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes of the drawing, neither shown nor saved.
     """
-    graph = check_drawable(timeline, Timeline).graph
+    graph = timeline.graph
     sign, scale = time_unit(timeline.makespan, unit)
     ax = axes_or_new(ax, rows(graph, transfers=transfers))
     from pipesim.plot.task_boxes import legend_entries
@@ -300,6 +307,7 @@ TINT = 0.6
 ROWS_PER_DEVICE = 1.5
 
 
+@checked
 def comparison(
     comparison: Comparison,
     *,
@@ -323,8 +331,13 @@ def comparison(
         As for `timeline`.
     title
         By default the measured timeline's name.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        The axes of the drawing, neither shown nor saved.
     """
-    graph = check_drawable(comparison, Comparison).predicted.graph
+    graph = comparison.predicted.graph
     ax = axes_or_new(ax, ROWS_PER_DEVICE * rows(graph, transfers=transfers))
     drawn = _draw_comparison(ax, comparison, _end_of_axes([comparison]), transfers, numbers, unit)
     height = 0.0

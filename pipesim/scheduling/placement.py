@@ -87,11 +87,6 @@ class Placement:
             )
         object.__setattr__(self, "paths", paths)
 
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html_tables import placement_html
-
-        return placement_html(self)
-
     @property
     def device_of(self) -> tuple[int, ...]:
         """Device of each stage, on the first path."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,9 @@ from pipesim.scheduling.orders import (
 )
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.csr import Ints
+
+if TYPE_CHECKING:
+    from pipesim.plot.page.save import item_to_html
 
 
 def _check_slices(numbers: Ints, n_slices: int) -> None:
@@ -158,6 +161,9 @@ class Schedule:
     weight_versions: Versions = "one"
     recipe: Recipe | None = None
     n_slices: int = 1
+
+    if TYPE_CHECKING:  # registered by the rooms that have them
+        to_html = item_to_html
 
     @classmethod
     def from_columns(
@@ -578,27 +584,6 @@ class Schedule:
         device 1 | ... 1B0 >1F1< 1B1
         """
         return grid_text(self.orders, mark, width)
-
-    def to_html(self, path: Path | str, **options: Any) -> None:
-        """Write an interactive page of the schedule; see `pipesim.to_html`.
-
-        An action takes one clock cycle.
-
-        Parameters
-        ----------
-        path
-            File that ends in ``.html`` or ``.htm``.
-        **options
-            ``title``, as `pipesim.to_html` describes.
-        """
-        from pipesim.plot.page.save import to_html
-
-        to_html(path, self, **options)
-
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html import schedule_html
-
-        return schedule_html(self)
 
 
 # Schedules of some of the actions of another schedule, in its order

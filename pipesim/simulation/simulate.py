@@ -126,9 +126,9 @@ def simulate(
         is the only scenario. `pipesim.simulate_many` simulates many scenarios at once.
     memory_limit
         Bytes that a device may hold, one number or one a device; by default the memory of a GPU in
-        the workload of the costs, if any. The times do not depend on it. `Timeline.fits` says
-        whether each device stays within. Leave out some GB for CUDA, NCCL and the allocator, which
-        are not counted, or give the costs a ``memory_reserve``.
+        the workload of the costs, if any. The times do not depend on it. `Timeline.memory.fits`
+        says whether each device stays within. Leave out some GB for CUDA, NCCL and the allocator,
+        which are not counted, or give the costs a ``memory_reserve``.
 
     Returns
     -------
@@ -154,7 +154,7 @@ def simulate(
         (`Costs.rebuilt` builds them anew), and if both the costs and the graph recompute.
     MemoryLimitWarning
         If a device needs more bytes than it may hold. It names up to three devices, and for a small
-        graph up to three changes that fit; `Timeline.changes_that_fit` tries more of them.
+        graph up to three changes that fit; `Timeline.memory.changes_that_fit` tries more of them.
 
     Examples
     --------
@@ -212,7 +212,7 @@ def predict_timeline(
         timeline = Timeline(
             graph, start, end, tasks.nbytes, tasks.costs, issued=issued, limits=limits
         )
-    if limits is not None and timeline.fits is None:
+    if limits is not None and timeline.memory.fits is None:
         raise CostsError(
             "memory_limit is given, but the costs have no bytes, so that nothing is known of "
             "memory; give activation_bytes, parameter_bytes, optimizer_bytes, ..., or leave "
@@ -223,13 +223,13 @@ def predict_timeline(
 
 def warn_of_memory_limit(timeline: Timeline) -> None:
     """Warn if a device needs more bytes than it may hold, and name changes that fit."""
-    if timeline.fits is not False:
+    if timeline.memory.fits is not False:
         return
-    advice, changes = "timeline.changes_that_fit() simulates changes that would fit", []
+    advice, changes = "timeline.memory.changes_that_fit() simulates changes that would fit", []
     if timeline.graph.options.source is None:
         advice = "lower(schedule) makes graphs for which changes_that_fit() finds changes that fit"
     elif len(timeline.graph) <= _FEW_TASKS:
-        table = timeline.changes_that_fit(quick=True).head(3)
+        table = timeline.memory.changes_that_fit(quick=True).head(3)
         changes = [
             f"{change} (makespan {relative - 1:+.1%})"
             for change, relative in zip(table["change"], table["relative"], strict=True)

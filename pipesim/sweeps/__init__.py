@@ -1,5 +1,6 @@
-"""Simulate many configurations; each is one row of a table."""
+"""Many configurations, or timelines, as one table; each is a row."""
 
+from pipesim.sweeps.compare import compare
 from pipesim.sweeps.sweep import sweep
 
-__all__ = ["sweep"]
+__all__ = ["compare", "sweep"]

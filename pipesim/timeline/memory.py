@@ -27,33 +27,21 @@ from pipesim.timeline.task_bytes import (
     workspaces,
 )
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.accessors import OwnerMethod, Subject
 from pipesim.utils.csr import Ints, bincount, count
 from pipesim.utils.jit import kernel
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pipesim.analysis.configurations import changes_that_fit
+
 
 Floats = NDArray[np.float64]
 #: Operations that change bytes and compute nothing, beside reductions and messages.
 _CHANGERS = COPIES | {Op.RESHARD}
-
-
-def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
-    """Return `Timeline.peak_memory`."""
-    graph, costs = timeline.graph, costs_of(timeline)
-    peak = np.zeros(graph.n_devices)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if _is_by_events(graph, costs):
-            events = held_bytes(timeline)
-            np.maximum.at(peak, events.device, events.balance)
-        else:
-            columns = _columns(timeline)
-            is_counted = (columns.allocated != 0) | (columns.released != 0)
-            is_counted |= columns.workspace != 0
-            none = np.empty(0)
-            _balances(columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
-        return finite_bytes(static(graph, costs) + peak)
+#: Relative error that sums of bytes may have.
+ROUNDING = 1e-12
 
 
 def _is_by_events(graph: TaskGraph, costs: Costs) -> bool:
@@ -96,7 +84,7 @@ class OrderBytes(NamedTuple):
     static: Floats
 
     def peak(self, kind: Ints) -> Floats:
-        """Return `peak_memory` if the tasks of each device run in the order of their kinds.
+        """Return `TimelineMemory.peak` if the tasks of each device run in the order of their kinds.
 
         ``kind`` has the kinds of tasks, those of each device in order; others may be among them.
         """
@@ -137,13 +125,38 @@ def order_bytes(graph: TaskGraph, costs: Costs) -> OrderBytes:
 
 
 def over_time(timeline: Timeline) -> pd.DataFrame:
-    """Return `Timeline.memory`, in a forward-only graph with starts and ends of messages."""
+    """Return the bytes that each device holds over time (rule 10).
+
+    A device's rows are the starts and ends of its compute tasks, and other times at which bytes
+    change: the ends of reductions and OFFLOADs, and the starts of RELOADs.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``device``, ``time`` (s), ``nbytes``; by device, then in order of time. The first row of
+        a device has the bytes that it holds throughout, at time 0.
+
+    Raises
+    ------
+    TimelineError
+        If the timeline has no costs.
+
+    Examples
+    --------
+    GPipe holds the activations of all micro-batches:
+
+    >>> import pipesim as ps
+    >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
+    >>> timeline.memory().groupby("device")["nbytes"].max().tolist()
+    [2.0, 2.0]
+    """
     from pipesim.utils.packages import pandas as pd
 
     graph, costs = timeline.graph, costs_of(timeline)
     held = static(graph, costs)
     if _is_by_events(graph, costs):
-        peak_memory(timeline)  # for its error
+        _ = timeline.memory.peak  # for its error
         events = held_bytes(timeline)
         nbytes = held[events.device] + events.balance
         return _table_over_time("device", held, events.device, events.time, nbytes)
@@ -313,11 +326,35 @@ def costs_of(timeline: Timeline) -> Costs:
 
 
 def memory_breakdown(timeline: Timeline) -> pd.DataFrame:
-    """Return the bytes of each device at its peak; see `Timeline.memory_breakdown`."""
+    """Return the bytes that each device holds at its first peak, by what they are for.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a device, in bytes:
+
+        - ``parameters``, ``gradients`` and ``optimizer`` are held throughout.
+        - ``activations`` of all micro-batches in flight, and gradients that wait for their W.
+        - ``workspace`` of the task that runs at the peak.
+        - ``buffers``: gradients that wait for a reduction while the next ones are added up.
+        - ``reserve`` of the allocator: ``Costs.memory_reserve`` times `peak`.
+        - ``total``: the sum of the others, which is `peak` and the reserve.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1, parameter_bytes=5)
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
+    >>> print(timeline.memory.breakdown()[["parameters", "gradients", "activations", "total"]])
+            parameters  gradients  activations  total
+    device
+    0              5.0        5.0          2.0   12.0
+    1              5.0        5.0          2.0   12.0
+    """
     from pipesim.utils.packages import pandas as pd
 
     graph, costs = timeline.graph, costs_of(timeline)
-    peak = timeline.peak_memory  # checks that the sums are finite
+    peak = timeline.memory.peak  # checks that the sums are finite
     parts = static_parts(graph, costs)
     activations, workspace, buffers, gathered = _at_peaks(timeline)
     columns = {
@@ -368,16 +405,28 @@ def _at_peaks(timeline: Timeline) -> tuple[Floats, Floats, Floats, Floats]:
 # end.
 
 
-def peak_host_memory(timeline: Timeline) -> Floats:
-    """Return the most bytes that each host holds; see `Timeline.peak_host_memory`."""
-    peak = np.zeros(int(timeline.graph.host.max(initial=0)) + 1)
-    host, _, held = _held(timeline)
-    np.maximum.at(peak, host, held)
-    return peak
-
-
 def host_memory(timeline: Timeline) -> pd.DataFrame:
-    """Return the bytes that hosts hold over time; see `Timeline.host_memory`."""
+    """Return the bytes of offloaded activations that hosts hold over time.
+
+    An OFFLOAD takes its bytes at its start, and the RELOAD gives them back at its end. The host
+    of a device is the process that issues its tasks (``graph.host``).
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``host``, ``time`` (s), ``nbytes``; by host, then in order of time. The first row of a
+        host is at time 0.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 4), offload="all", prefetch=0)
+    >>> network = ps.Network(host=ps.HostLink(bandwidth=1))
+    >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1, network=network)
+    >>> timeline = ps.simulate(graph, costs)
+    >>> float(timeline.memory.host()["nbytes"].max())  # 3 micro-batches, 2 stages
+    6.0
+    """
     n_hosts = int(timeline.graph.host.max(initial=0)) + 1
     return _table_over_time("host", np.zeros(n_hosts), *_held(timeline))
 
@@ -405,3 +454,97 @@ def _held(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
             "offloaded stages are too many to be added; check them"
         )
     return host, np.where(is_end, timeline.end[task], timeline.start[task]), held
+
+
+# The accessor of timelines
+
+
+class TimelineMemory(Subject[Timeline]):
+    """Memory of a timeline, ``timeline.memory``; called, the bytes that devices hold over time.
+
+    All but `limit` raise `TimelineError` if the timeline has no costs, such as after loading it
+    without; `fits` is None then.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs, memory_limit=3)
+    >>> timeline.memory.peak.tolist(), timeline.memory.limit.tolist(), timeline.memory.fits
+    ([2.0, 2.0], [3.0, 3.0], True)
+    """
+
+    __call__ = OwnerMethod(over_time)
+    breakdown = OwnerMethod(memory_breakdown)
+    host = OwnerMethod(host_memory)
+
+    if TYPE_CHECKING:  # registered by the rooms that have them
+        changes_that_fit = OwnerMethod(changes_that_fit)
+
+    @property
+    def peak(self) -> Floats:
+        """Most bytes that each device holds (rule 10); shape ``(n_devices,)``."""
+        timeline = self._owner
+        graph, costs = timeline.graph, costs_of(timeline)
+        peak = np.zeros(graph.n_devices)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if _is_by_events(graph, costs):
+                events = held_bytes(timeline)
+                np.maximum.at(peak, events.device, events.balance)
+            else:
+                columns = _columns(timeline)
+                is_counted = (columns.allocated != 0) | (columns.released != 0)
+                is_counted |= columns.workspace != 0
+                none = np.empty(0)
+                _balances(columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
+            return finite_bytes(static(graph, costs) + peak)
+
+    @property
+    def peak_host(self) -> Floats:
+        """Most bytes of offloaded activations that each host holds; shape ``(n_hosts,)``."""
+        peak = np.zeros(int(self._owner.graph.host.max(initial=0)) + 1)
+        host, _, held = _held(self._owner)
+        np.maximum.at(peak, host, held)
+        return peak
+
+    @property
+    def limit(self) -> Floats | None:
+        """Bytes that each device may hold; shape ``(n_devices,)``, or None if unknown.
+
+        They are `Timeline.limits`, or else the memory of a GPU in the workload of its costs.
+        """
+        timeline = self._owner
+        if timeline.limits is not None:
+            return np.asarray(timeline.limits, dtype=np.float64)
+        work = None if timeline.costs is None else timeline.costs.work
+        if work is None or work.memory is None:
+            return None
+        return np.full(timeline.n_devices, work.memory)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether no device needs more than its `limit`, which it may reach.
+
+        A device needs its `peak` and the allocator's share of it, ``Costs.memory_reserve``. None if
+        that is unknown: without a limit or costs, and for costs that have no bytes.
+
+        Near the limit it is uncertain. CUDA's context, NCCL's buffers and blocks of the allocator
+        take some GB besides, which are not counted: ``memory_reserve`` is 0 by default. The memory
+        of a GPU is the nominal value of its data sheet, of which a part is not available.
+        """
+        limit = self.limit
+        if limit is None or self._owner.costs is None:
+            return None
+        needed = reserved_memory(self._owner)
+        return not exceeds(needed, limit).any() if needed.any() else None
+
+
+def reserved_memory(timeline: Timeline) -> Floats:
+    """Return the bytes that each device needs: its peak, and the allocator's reserve."""
+    peak = timeline.memory.peak
+    return peak + costs_of(timeline).memory_reserve * peak
+
+
+def exceeds(needed: Floats, limit: Floats) -> NDArray[np.bool_]:
+    """Return whether each device needs more bytes than it may hold, but for rounding of sums."""
+    return needed * (1.0 - ROUNDING) > limit

@@ -13,14 +13,12 @@ from pipesim.errors import ArgumentError, check_list, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
 from pipesim.ops import COMPUTE, Op
-from pipesim.timeline.memory import costs_of
+from pipesim.timeline.memory import ROUNDING, costs_of, exceeds, reserved_memory
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.texts import format_bytes, format_time, in_bytes
 
 Floats = NDArray[np.float64]
-#: Relative error that sums of bytes may have.
-_ROUNDING = 1e-12
 #: Devices that a text names.
 _MOST_NAMED = 3
 
@@ -96,7 +94,7 @@ def limits_beyond_static(graph: TaskGraph, costs: Costs, value: object) -> Float
 
 def too_low_limit(device: int, limit: float, needed: float) -> ArgumentError:
     """Return the error of a limit in which one micro-batch does not fit, with exact bytes."""
-    least = math.ceil(needed * (1.0 - _ROUNDING))  # whole bytes
+    least = math.ceil(needed * (1.0 - ROUNDING))  # whole bytes
     return ArgumentError(
         f"memory_limit of device {device} is {format_bytes(limit)} ({limit:.16g} bytes), but one "
         f"micro-batch needs {format_bytes(needed)} there, with parameters, gradients, optimizer "
@@ -111,39 +109,9 @@ def memory_limit_bytes(value: Any, name: str = "memory_limit") -> Any:
     return in_bytes(name, value)
 
 
-def memory_limit(timeline: Timeline) -> Floats | None:
-    """Return the bytes that each device may hold; see `Timeline.memory_limit`."""
-    if timeline.limits is not None:
-        return np.asarray(timeline.limits, dtype=np.float64)
-    work = None if timeline.costs is None else timeline.costs.work
-    if work is None or work.memory is None:
-        return None
-    return np.full(timeline.n_devices, work.memory)
-
-
-def reserved_memory(timeline: Timeline) -> Floats:
-    """Return the bytes that each device needs: its peak, and the allocator's reserve."""
-    peak = timeline.peak_memory
-    return peak + costs_of(timeline).memory_reserve * peak
-
-
-def fits(timeline: Timeline) -> bool | None:
-    """Return whether each device holds at most the bytes that it may; see `Timeline.fits`."""
-    limit = memory_limit(timeline)
-    if limit is None or timeline.costs is None:
-        return None
-    needed = reserved_memory(timeline)
-    return not exceeds(needed, limit).any() if needed.any() else None
-
-
-def exceeds(needed: Floats, limit: Floats) -> NDArray[np.bool_]:
-    """Return whether each device needs more bytes than it may hold, but for rounding of sums."""
-    return needed * (1.0 - _ROUNDING) > limit
-
-
 def _too_full(timeline: Timeline) -> list[int]:
     """Return the numbers of the devices that need more bytes than they may hold."""
-    limit = memory_limit(timeline)
+    limit = timeline.memory.limit
     return (
         [] if limit is None else np.flatnonzero(exceeds(reserved_memory(timeline), limit)).tolist()
     )
@@ -154,7 +122,7 @@ def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
 
     Equal devices of several replicas are one entry: that of the first of them.
     """
-    limit = memory_limit(timeline)
+    limit = timeline.memory.limit
     groups = _equal_devices(timeline)[:most]
     if limit is None or not groups:
         return []
@@ -176,7 +144,7 @@ def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
 
 def _equal_devices(timeline: Timeline) -> list[list[int]]:
     """Return the devices that need too many bytes; equal ones of several replicas together."""
-    devices, limit = _too_full(timeline), memory_limit(timeline)
+    devices, limit = _too_full(timeline), timeline.memory.limit
     if limit is None or not devices:
         return []
     homes, reserved = timeline.graph.homes, reserved_memory(timeline)
@@ -219,7 +187,7 @@ def limit_text(timeline: Timeline) -> str:
 
 def static_text(timeline: Timeline) -> str:
     """Return what is needed if bytes that do not depend on micro-batches exceed a limit; or ""."""
-    limit, graph, costs = memory_limit(timeline), timeline.graph, costs_of(timeline)
+    limit, graph, costs = timeline.memory.limit, timeline.graph, costs_of(timeline)
     if limit is None:
         return ""
     nbytes = static(graph, costs)

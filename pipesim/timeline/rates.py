@@ -21,8 +21,46 @@ def tokens_per_second(timeline: Timeline) -> float:
     return timeline.throughput * _workload(timeline, None).tokens
 
 
-def mfu(timeline: Timeline, workload: Workload | None, peak_flops: float | None) -> float:
-    """Return the model FLOPs utilization; see `Timeline.mfu`."""
+def mfu(
+    timeline: Timeline, workload: Workload | None = None, *, peak_flops: float | None = None
+) -> float:
+    """Return the model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B).
+
+    It is the model FLOPs of all micro-batches of all replicas, over the FLOPs that all GPUs
+    could do in the makespan at their peak. Recompute adds no model FLOPs.
+
+    Parameters
+    ----------
+    workload
+        FLOPs of a micro-batch, and GPUs of a device; by default those of `costs`.
+    peak_flops
+        FLOP/s of the data sheet of one GPU; by default those of the workload.
+
+    Returns
+    -------
+    float
+        Utilization, 0..1; 0 if the makespan is 0.
+
+    Raises
+    ------
+    TimelineError
+        If no workload is given and the costs have none, or the graph is forward-only: the
+        FLOPs of costs are those of forward and backward.
+
+    Warns
+    -----
+    CostsWarning
+        For a utilization above 1, which no GPU reaches.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), ps.Costs(1, 2))
+    >>> timeline.makespan  # 2 micro-batches of 6 FLOPs on 2 GPUs of 1 FLOP/s each
+    9.0
+    >>> round(timeline.mfu(ps.Workload(tokens=8, flops=6), peak_flops=1), 3)
+    0.667
+    """
     if workload is None and timeline.graph.forward_only:
         raise TimelineError(
             f"timeline {timeline.name!r} has no backwards, but the flops of its costs are those of "

@@ -6,17 +6,17 @@ Its methods call functions of other files, such as `pipesim.timeline.memory`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import TimelineError, check_flag, check_text, check_type
+from pipesim.errors import TimelineError, check_text, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.issue_order import issue_times
 from pipesim.ops import COMPUTE, Op
@@ -25,9 +25,16 @@ from pipesim.utils.jit import kernel
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
 
-    from pipesim.costs.cost_fields import Workload
+    from pipesim.analysis.why import TimelineWhy
+    from pipesim.plot.accessors import TimelinePlot
+    from pipesim.plot.page.save import item_to_html
+    from pipesim.timeline.memory import TimelineMemory
+    from pipesim.timeline.rates import mfu
+    from pipesim.trace.chrome_export import timeline_to_chrome
+    from pipesim.trace.chrome_import import timeline_from_chrome
+    from pipesim.trace.measured_table import timeline_from_table
+    from pipesim.utils.accessors import Accessor
 
 
 Floats = NDArray[np.float64]
@@ -97,6 +104,16 @@ class Timeline:
     issued: NDArray[np.float64] | None = None
     limits: float | Sequence[float] | NDArray[np.float64] | None = None
 
+    if TYPE_CHECKING:  # registered by the rooms that have them
+        from_chrome = staticmethod(timeline_from_chrome)
+        from_table = staticmethod(timeline_from_table)
+        memory = Accessor(TimelineMemory)
+        mfu = mfu
+        plot = Accessor(TimelinePlot)
+        to_chrome = timeline_to_chrome
+        to_html = item_to_html
+        why = Accessor(TimelineWhy)
+
     def __post_init__(self) -> None:
         check_type("graph", self.graph, TaskGraph)
         for name in ("start", "end", "sizes", "issued"):
@@ -130,16 +147,6 @@ class Timeline:
             f"<Timeline {self.name}: {len(self)} tasks{share}, makespan {self.makespan:.6g} s, "
             f"bubble {self.bubble_fraction:.1%}>"
         )
-
-    def _repr_html_(self) -> str:
-        from pipesim.plot.html import timeline_html
-
-        return timeline_html(self)
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        from pipesim.plot.html import mimebundle
-
-        return mimebundle(self)
 
     @cached_property
     def nbytes(self) -> NDArray[np.float64]:
@@ -247,44 +254,6 @@ class Timeline:
         return rate
 
     @property
-    def peak_memory(self) -> NDArray[np.float64]:
-        """Most bytes that each device holds (rule 10); shape ``(n_devices,)``.
-
-        Raises
-        ------
-        TimelineError
-            If the timeline has no costs, such as after loading it without.
-        """
-        from pipesim.timeline.memory import peak_memory
-
-        return peak_memory(self)
-
-    @property
-    def memory_limit(self) -> NDArray[np.float64] | None:
-        """Bytes that each device may hold; shape ``(n_devices,)``, or None if unknown.
-
-        They are `limits`, or else the memory of a GPU in the workload of `costs`.
-        """
-        from pipesim.timeline.memory_limit import memory_limit
-
-        return memory_limit(self)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether no device needs more than its `memory_limit`, which it may reach.
-
-        A device needs its `peak_memory` and the allocator's share of it, ``Costs.memory_reserve``.
-        None if that is unknown: without a limit or costs, and for costs that have no bytes.
-
-        Near the limit it is uncertain. CUDA's context, NCCL's buffers and blocks of the allocator
-        take some GB besides, which are not counted: ``memory_reserve`` is 0 by default. The memory
-        of a GPU is the nominal value of its data sheet, of which a part is not available.
-        """
-        from pipesim.timeline.memory_limit import fits
-
-        return fits(self)
-
-    @property
     def tokens_per_second(self) -> float:
         """Tokens a second of all replicas: `throughput` times the tokens of a micro-batch.
 
@@ -296,348 +265,6 @@ class Timeline:
         from pipesim.timeline.rates import tokens_per_second
 
         return tokens_per_second(self)
-
-    def mfu(self, workload: Workload | None = None, *, peak_flops: float | None = None) -> float:
-        """Return the model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B).
-
-        It is the model FLOPs of all micro-batches of all replicas, over the FLOPs that all GPUs
-        could do in the makespan at their peak. Recompute adds no model FLOPs.
-
-        Parameters
-        ----------
-        workload
-            FLOPs of a micro-batch, and GPUs of a device; by default those of `costs`.
-        peak_flops
-            FLOP/s of the data sheet of one GPU; by default those of the workload.
-
-        Returns
-        -------
-        float
-            Utilization, 0..1; 0 if the makespan is 0.
-
-        Raises
-        ------
-        TimelineError
-            If no workload is given and the costs have none, or the graph is forward-only: the
-            FLOPs of costs are those of forward and backward.
-
-        Warns
-        -----
-        CostsWarning
-            For a utilization above 1, which no GPU reaches.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), ps.Costs(1, 2))
-        >>> timeline.makespan  # 2 micro-batches of 6 FLOPs on 2 GPUs of 1 FLOP/s each
-        9.0
-        >>> round(timeline.mfu(ps.Workload(tokens=8, flops=6), peak_flops=1), 3)
-        0.667
-        """
-        from pipesim.timeline.rates import mfu
-
-        return mfu(self, workload, peak_flops)
-
-    @cached_property
-    def lower_bound(self) -> float:
-        """A time (s) that no order of the same tasks goes below, at the same costs.
-
-        If the timeline has a `memory_limit` and fits, the bound holds for the orders that fit.
-        `pipesim.analysis.lower_bounds.lower_bound` says how it is computed. It is not raised
-        further once it meets the makespan. NaN if it is unknown: without costs, and if durations
-        are not those of the costs, as after a run or with noise.
-        """
-        from pipesim.analysis.lower_bounds.lower_bound import timeline_bound
-
-        return timeline_bound(self)
-
-    @property
-    def gap(self) -> float:
-        """Makespan over `lower_bound`, minus 1: 0 proves that no order is faster.
-
-        An order may be optimal with a gap above 0, as the bound may be too low. NaN if the bound is
-        unknown or 0.
-        """
-        from pipesim.analysis.lower_bounds.lower_bound import gap
-
-        return gap(self)
-
-    def memory(self) -> pd.DataFrame:
-        """Return the bytes that each device holds over time (rule 10).
-
-        A device's rows are the starts and ends of its compute tasks, and other times at which bytes
-        change: the ends of reductions and OFFLOADs, and the starts of RELOADs.
-
-        Returns
-        -------
-        pandas.DataFrame
-            ``device``, ``time`` (s), ``nbytes``; by device, then in order of time. The first row of
-            a device has the bytes that it holds throughout, at time 0.
-
-        Raises
-        ------
-        TimelineError
-            If the timeline has no costs.
-
-        Examples
-        --------
-        GPipe holds the activations of all micro-batches:
-
-        >>> import pipesim as ps
-        >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
-        >>> timeline.memory().groupby("device")["nbytes"].max().tolist()
-        [2.0, 2.0]
-        """
-        from pipesim.timeline.memory import over_time
-
-        return over_time(self)
-
-    def host_memory(self) -> pd.DataFrame:
-        """Return the bytes of offloaded activations that hosts hold over time.
-
-        An OFFLOAD takes its bytes at its start, and the RELOAD gives them back at its end. The host
-        of a device is the process that issues its tasks (``graph.host``).
-
-        Returns
-        -------
-        pandas.DataFrame
-            ``host``, ``time`` (s), ``nbytes``; by host, then in order of time. The first row of a
-            host is at time 0.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 4), offload="all", prefetch=0)
-        >>> network = ps.Network(host=ps.HostLink(bandwidth=1))
-        >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1, network=network)
-        >>> timeline = ps.simulate(graph, costs)
-        >>> float(timeline.host_memory()["nbytes"].max())  # 3 micro-batches, 2 stages
-        6.0
-        """
-        from pipesim.timeline.memory import host_memory
-
-        return host_memory(self)
-
-    @property
-    def peak_host_memory(self) -> NDArray[np.float64]:
-        """Most bytes of offloaded activations that each host holds; shape ``(n_hosts,)``."""
-        from pipesim.timeline.memory import peak_host_memory
-
-        return peak_host_memory(self)
-
-    def memory_breakdown(self) -> pd.DataFrame:
-        """Return the bytes that each device holds at its first peak, by what they are for.
-
-        Returns
-        -------
-        pandas.DataFrame
-            One row a device, in bytes:
-
-            - ``parameters``, ``gradients`` and ``optimizer`` are held throughout.
-            - ``activations`` of all micro-batches in flight, and gradients that wait for their W.
-            - ``workspace`` of the task that runs at the peak.
-            - ``buffers``: gradients that wait for a reduction while the next ones are added up.
-            - ``reserve`` of the allocator: ``Costs.memory_reserve`` times `peak_memory`.
-            - ``total``: the sum of the others, which is `peak_memory` and the reserve.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1, parameter_bytes=5)
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
-        >>> print(timeline.memory_breakdown()[["parameters", "gradients", "activations", "total"]])
-                parameters  gradients  activations  total
-        device
-        0              5.0        5.0          2.0   12.0
-        1              5.0        5.0          2.0   12.0
-        """
-        from pipesim.timeline.memory import memory_breakdown
-
-        return memory_breakdown(self)
-
-    def changes_that_fit(self, *, quick: bool = False, every: bool = False) -> pd.DataFrame:
-        """Simulate changes of the configuration; return those that stay in the `memory_limit`.
-
-        Changes:
-
-        - recompute, fused attention and sequence parallelism of the layers, if the costs are from
-          `Costs.transformer`, or else R tasks;
-        - experts on more GPUs;
-        - micro-batches of a half or a quarter of the size;
-        - the other named schedules;
-        - activations in host memory, if the network has a link to it;
-        - a sharded optimizer; or instead of it parameters that replicas share too, gathered once a
-          step or for every use.
-
-        If none fits alone, two at a time are tried. Everything else stays as it was, such as
-        options of `pipesim.lower`. Fields of the costs stay if they differ from those that the
-        model's settings give.
-
-        Schedules that take ``costs`` are ordered for those of the timeline. If a schedule has
-        another number of stages, the layers of `Costs.transformer` are balanced again for it; other
-        costs are shared evenly by the stages of a device. Costs without settings are proportional
-        to the size of a micro-batch here: real kernels get slower.
-
-        The simulations have about four million tasks together. ``attrs["n_untried"]`` of the table
-        is the number of changes that were left out for this. If no change fits, the table is empty.
-        If parameters, gradients and optimizer alone exceed the limit, ``attrs["advice"]`` is a text
-        that says so: more devices, tensor parallelism or a sharded optimizer are needed then.
-
-        Parameters
-        ----------
-        quick
-            Whether to leave out other schedules and changes in pairs, which take most of the time.
-        every
-            Whether to list changes that do not fit too.
-
-        Returns
-        -------
-        pandas.DataFrame
-            One row a change, by makespan, those that fit first: ``change``, as arguments of
-            `Costs.transformer`, `pipesim.schedule` or `pipesim.lower`, with the layers of each
-            stage where they are balanced again; ``makespan`` (s);
-            ``relative``, to the configuration as it is; ``peak_memory`` (bytes of the fullest
-            device); ``fits``.
-
-        Raises
-        ------
-        TimelineError
-            If the timeline has no memory limit or no costs, or if its graph is not from
-            `pipesim.lower`, such as one that was loaded.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs, memory_limit=2)
-        >>> table = timeline.changes_that_fit(quick=True)
-        >>> print(table[["makespan", "peak_memory"]].set_index(table["change"]).tail(1))
-                                   makespan  peak_memory
-        change
-        lower(recompute='always')      11.0          1.0
-        """
-        from pipesim.analysis.configurations import changes_that_fit
-
-        return changes_that_fit(
-            self, quick=check_flag("quick", quick), every=check_flag("every", every)
-        )
-
-    def critical_path(self) -> pd.DataFrame:
-        """Return the chain of tasks that sets the makespan, first task first.
-
-        The search goes backwards from the task that ends last, each time to the task that it waited
-        for last. See `pipesim.analysis.critical_path.critical_path`.
-
-        Returns
-        -------
-        pandas.DataFrame
-            The columns of `frame`; ``waited_for``, the reason of a task's last wait, such as
-            ``"dependency"`` or ``"message"``; and ``gap``, the time between the two tasks (s).
-
-        Raises
-        ------
-        TimelineError
-            If no task ran, or if measured times say that tasks waited for each other in a circle.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> path = ps.simulate(graph, ps.Costs(forward=1, backward=2)).critical_path()
-        >>> print(path.loc[path["device"] == 1, ["op", "microbatch", "end", "waited_for"]])
-                  op  microbatch  end  waited_for
-        task
-        6     RECV_F           1  2.0     message
-        7          F           1  3.0  dependency
-        8          B           1  5.0  dependency
-        12         B           0  7.0      stream
-        13    SEND_B           0  7.0  dependency
-        """
-        from pipesim.analysis.critical_path import critical_path
-
-        return critical_path(self)
-
-    def idle_by_cause(self) -> pd.DataFrame:
-        """Return each device's idle seconds by their cause.
-
-        `pipesim.analysis.idle.idle_by_cause` defines the causes.
-
-        Returns
-        -------
-        pandas.DataFrame
-            Seconds, a row a device and a column a cause: ``warm_up``, ``cool_down``, ``imbalance``,
-            ``latency``, ``bandwidth``, ``contention``, ``host``, ``straggler`` and
-            ``schedule_order``. Rows sum exactly to `idle`.
-
-        Examples
-        --------
-        >>> import pipesim as ps
-        >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
-        >>> timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
-        >>> print(timeline.idle_by_cause()[["warm_up", "cool_down", "latency"]])
-                warm_up  cool_down  latency
-        device
-        0           1.0        2.0      0.0
-        1           1.0        2.0      0.0
-        """
-        from pipesim.analysis.idle import idle_by_cause
-
-        return idle_by_cause(self)
-
-    def plot_idle(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw `idle_by_cause` as one bar a device, stacked by cause.
-
-        Parameters
-        ----------
-        ax
-            Axes to draw into; new ones by default.
-        **options
-            ``legend``, ``unit`` and ``title``, as `pipesim.plot.idle` describes.
-
-        Returns
-        -------
-        matplotlib.axes.Axes
-            The axes of the drawing, neither shown nor saved.
-        """
-        from pipesim.plot.charts import idle
-
-        return idle(self, ax=ax, **options)
-
-    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw when each task ran, a row a device.
-
-        Parameters
-        ----------
-        ax
-            Axes to draw into; new ones by default.
-        **options
-            ``transfers``, ``dependencies``, ``numbers``, ``legend``, ``unit`` and ``title``, as
-            `pipesim.plot.timeline` describes.
-
-        Returns
-        -------
-        matplotlib.axes.Axes
-            The axes of the drawing, neither shown nor saved.
-        """
-        from pipesim.plot.timelines import timeline
-
-        return timeline(self, ax=ax, **options)
-
-    def to_html(self, path: Path | str, **options: Any) -> None:
-        """Write an interactive page: one HTML file that works without a server and a network.
-
-        Parameters
-        ----------
-        path
-            File that ends in ``.html`` or ``.htm``.
-        **options
-            ``title`` and ``microbatches``, as `pipesim.to_html` describes.
-        """
-        from pipesim.plot.page.save import to_html
-
-        to_html(path, self, **options)
 
     def with_name(self, name: str) -> Timeline:
         """Return the same timeline under another name.
@@ -802,256 +429,6 @@ class Timeline:
         if _is_parquet(path):
             return arrow_tables.load(path, costs=costs, name=name)
         return tables.load_csv(path, costs=costs, name=name)
-
-    def to_chrome(self, path: Path | str) -> None:
-        """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
-
-        That function also takes several timelines. ``pipesim.hta.save`` writes files for
-        HolisticTraceAnalysis. `from_chrome` reads the file back exactly.
-
-        Parameters
-        ----------
-        path
-            File that ends in ``.json``, or in ``.json.gz`` to compress it.
-        """
-        from pipesim.trace.chrome_export import save
-
-        save(path, self)
-
-    @classmethod
-    def from_table(
-        cls,
-        table: object,
-        *,
-        columns: Mapping[str, str] | None = None,
-        ops: Mapping[str, str | None] | None = None,
-        unit: str = "s",
-        step: object = None,
-        gaps: str = "stages",
-        name: str = "",
-    ) -> Timeline:
-        """Read one step of a run of another framework from a table of its measured tasks.
-
-        The table has one row a task:
-
-        - ``op``: a name of `pipesim.Op`, a word such as ``forward``, or a timer of Megatron-LM.
-        - ``microbatch``: from 0; of the whole stage: -1 or missing. Messages without one are
-          numbered in order of time: the k-th of a stage is that of its k-th F or backward.
-        - ``stage`` or ``device``, or both. Stages count from 0. Without ``stage``, it is the number
-          of the device within its replica, and with ``chunk``, ``chunk * n_devices`` more. Without
-          ``device``, each stage of each replica is on its own.
-        - ``start``, and ``end`` or ``duration``.
-        - Optional: ``replica``, ``nbytes`` of messages (or ``bytes``), and ``step``.
-
-        Other columns are ignored. Tasks may be missing: messages, which then leave when their data
-        is ready, recomputes, which are then part of the backward, reductions and optimizer steps.
-        Without backwards, the graph is forward-only. Several REDUCE_GRADs of a stage are its
-        buckets. An UNSHARD gathers parameters for the next F or backward of its stage, or after its
-        STEP. An F and a B of one device with the same times are an overlapped action, which one
-        call ran.
-
-        Time zero is the first start; waiting for a message counts from when it left. Clocks of
-        devices are aligned by messages and collectives if these contradict them by more than
-        100 us; see `pipesim.trace.clock_offsets.align_clocks`. The times of messages are those at
-        which data moved; see `pipesim.trace.measured_tasks.timeline_of`. A REDUCE_TIED that ran
-        before REDUCE_GRAD, as in Megatron-LM, comes after it in the graph (rule 3).
-
-        ``pipesim.trace.measured_table.read_step`` returns the clock offsets and the residual error,
-        too.
-
-        Parameters
-        ----------
-        table
-            A `pandas.DataFrame`, another library's table that Arrow reads, or a file: ``.parquet``,
-            or CSV, also compressed by gzip.
-        columns
-            Name in the table of each of our columns that has another name there, such as
-            ``{"microbatch": "mb"}``.
-        ops
-            Operation of each word of the table that is no name above, such as
-            ``{"fwd_step": "F"}``. None leaves its rows out.
-        unit
-            Unit of all times: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
-        step
-            The step to read, a value of the column ``step``; by default the greatest.
-        gaps
-            Treatment of time between tasks in which a device waited for no message:
-
-            - ``"stages"`` adds it to the operations on whole stages beside it, as a program copies
-              gradients before a REDUCE_GRAD and loads data after an UNSHARD. All other tasks keep
-              their times.
-            - ``"charge"`` also adds it to any other task after it, so that costs include it.
-            - ``"keep"`` leaves it idle.
-        name
-            Name of the timeline; by default that of the named schedule whose orders the tasks have,
-            or else ``"measured"``.
-
-        Returns
-        -------
-        Timeline
-            One step.
-
-        Raises
-        ------
-        TimelineError
-            For a file that cannot be read, for columns that are missing, and for the first row that
-            is in no pipeline: an unknown operation, a second row for one task, a task that overlaps
-            another one of its device, a stage on a second device, an impossible value. For tasks of
-            a micro-batch that are missing, and orders that cannot run.
-
-        Warns
-        -----
-        AccuracyWarning
-            If clocks cannot be aligned well: a message is still used before it was sent, by more
-            than 1 % of the makespan.
-
-        Examples
-        --------
-        Two devices that run F and B of two micro-batches:
-
-        >>> import pandas as pd
-        >>> import pipesim as ps
-        >>> rows = [(0, "F", 0, 0), (0, "F", 1, 1), (1, "F", 0, 1), (1, "B", 0, 2), (0, "B", 0, 4),
-        ...         (1, "F", 1, 4), (1, "B", 1, 5), (0, "B", 1, 7)]
-        >>> table = pd.DataFrame(rows, columns=["stage", "op", "microbatch", "start"])
-        >>> table["duration"] = table["op"].map({"F": 1, "B": 2})
-        >>> ps.Timeline.from_table(table)
-        <Timeline 1f1b: 16 tasks, makespan 9 s, bubble 33.3%>
-        """
-        from pipesim.trace.measured_table import read_step
-
-        return read_step(
-            table, columns=columns, ops=ops, unit=unit, step=step, gaps=gaps, name=name
-        ).timeline
-
-    @classmethod
-    def from_chrome(
-        cls,
-        paths: Path | str | Iterable[Path | str],
-        *,
-        pattern: str | None = None,
-        fields: Mapping[str, str | tuple[str, str]] | None = None,
-        ops: Mapping[str, str | None] | None = None,
-        only: Mapping[str, str | int] | None = None,
-        step: int = -1,
-        n_ranks: int | None = None,
-        output_bytes: float | Sequence[float] = 0.0,
-        gaps: str = "keep",
-        name: str = "",
-    ) -> Timeline:
-        r"""Read one step of a run of another framework from Chrome traces, as torch.profiler's.
-
-        A file that `to_chrome` wrote is read back exactly, without costs. If an argument other than
-        ``name`` is given, its events are read instead, as those of another program.
-
-        Each range of a trace's CPU, such as ``PP:1F3``, names the action of a call, or its event
-        has the action in other fields (``fields``).
-
-        - Ranges are complete events, or begin and end events.
-        - An event with the correlation of a kernel launched it, whatever its category.
-        - Kernels communicate if their names, the calls that launched them, or their ranges do.
-        - Times of an action: from the first to the last of its kernels, including kernels that the
-          autograd thread launched meanwhile. Without a GPU: those of its call, without the time of
-          waiting for a message. See `pipesim.trace.working_times.working_times`.
-        - A range of two overlapped actions, such as ``PP:(0F2;3B0)OVERLAP_F_B``, gives two tasks.
-          Their times are those of ranges of single actions within it. Without such ranges, the B
-          begins where the operations show it; without operations, at half of the range. See
-          `pipesim.trace.working_times`.
-        - Clocks of ranks are aligned by messages; see `pipesim.trace.clock_offsets.align_clocks`.
-        - Transfers without a range get the times at which their data moved; see
-          `pipesim.trace.measured_tasks.timeline_of`.
-
-        ``pipesim.trace.chrome_import.load`` returns the clock offsets and the residual error, too.
-
-        Parameters
-        ----------
-        paths
-            One file a rank, ``.json`` or ``.json.gz``, or their directory. Each file is a device,
-            in order of the ranks that files name, or else of the files. Or one file in which each
-            process with ranges is a rank, by its number, as `to_chrome` writes it.
-        pattern
-            A regular expression for the whole name of a range, with the groups ``op``,
-            ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's
-            names, or else those of `to_chrome` (`pipesim.trace.range_names.PATTERNS`). Operations
-            are those of `pipesim.Op`, or names such as ``forward``.
-            Each name is matched once. Avoid patterns that backtrack without end, such as
-            ``(a+)+b``.
-        fields
-            Places of ``op``, ``microbatch`` and, if events have them, ``stage`` and ``rank``, where
-            names do not tell them. A place is ``name``, ``cat``, ``pid``, ``tid``,
-            ``process_name``, ``thread_name`` or ``args.KEY``, where dots nest. Or a place and a
-            regular expression with one group for the part of its text:
-            ``("thread_name", r"PP rank (\d+)")``. Without ``rank``, each process is a rank;
-            without ``stage``, the rank is the stage. Events without these fields are left out; an
-            event without a micro-batch counts if ``ops`` has its word. Not with ``pattern``.
-        ops
-            Operations by the words of the file, such as ``{"forward-compute": "F"}``; None for
-            words whose events to leave out.
-        only
-            Values that events must have at places, such as ``{"pid": 0}`` for one of several
-            replicas in a file.
-        step
-            Number of the step among the whole steps in the traces; negative numbers count from
-            the end. By default the last step.
-        n_ranks
-            Expected number of ranks; by default the number that the traces show.
-        output_bytes
-            Bytes of each message, as in `Costs`.
-        gaps
-            Treatment of time between tasks in which a device waited for no message, because it
-            posted or fetched one, or ran other code: ``"keep"`` leaves it idle, ``"charge"`` adds
-            it to the next task, so that costs and replays include it.
-        name
-            Name of the timeline; by default that of the first file, or the saved name. Of a file
-            with several timelines: the name of the one to read.
-
-        Returns
-        -------
-        Timeline
-            One step. Of a file that `to_chrome` wrote: the timeline as it was saved.
-
-        Raises
-        ------
-        TimelineError
-            - For a file that cannot be read or was cut, or a file of `to_chrome` that was changed.
-            - For compute ranges of one rank that ran at the same time on several threads.
-            - For ranks that are missing or occur twice.
-            - For impossible times.
-            - For a pattern that cannot be used, and for files without a range.
-            - For actions that are missing, unknown or occur twice in a step.
-
-        Warns
-        -----
-        AccuracyWarning
-            If clocks cannot be aligned well: a message is still used before it was sent, by more
-            than 1 % of the makespan.
-
-        Examples
-        --------
-        >>> import tempfile
-        >>> import pipesim as ps
-        >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1 / 3, 2 / 3))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     timeline.to_chrome(f"{folder}/run.json")
-        ...     again = ps.Timeline.from_chrome(f"{folder}/run.json")
-        >>> again.makespan == timeline.makespan
-        True
-        """
-        from pipesim.trace.chrome_import import load
-
-        check_text("name", name)
-        return load(
-            paths,
-            pattern=pattern,
-            fields=fields,
-            ops=ops,
-            only=only,
-            step=step,
-            n_ranks=n_ranks,
-            output_bytes=output_bytes,
-            gaps=gaps,
-            name=name,
-        ).timeline
 
 
 def _is_parquet(path: object) -> bool:

@@ -441,3 +441,17 @@ def write(path: Path, trace: Event) -> None:
     if path.name.endswith(".gz"):
         text = gzip.compress(text, mtime=0)
     write_whole(path, lambda file: file.write_bytes(text))
+
+
+def timeline_to_chrome(timeline: Timeline, path: Path | str) -> None:
+    """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
+
+    That function also takes several timelines. ``pipesim.hta.save`` writes files for
+    HolisticTraceAnalysis. `from_chrome` reads the file back exactly.
+
+    Parameters
+    ----------
+    path
+        File that ends in ``.json``, or in ``.json.gz`` to compress it.
+    """
+    save(path, timeline)

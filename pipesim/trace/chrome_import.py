@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, TimelineError, check_count, check_name
+from pipesim.errors import ArgumentError, TimelineError, check_count, check_name, check_text
 from pipesim.ops import COMPUTE, Action, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_export import saved_timelines
@@ -290,3 +290,129 @@ def _columns(placed: Mapping[Action, PlacedTask]) -> MeasuredTasks:
         other_half=ints[5],
         on_device=np.array([task.on_device for task in placed.values()]),
     )
+
+
+def timeline_from_chrome(
+    paths: Path | str | Iterable[Path | str],
+    *,
+    pattern: str | None = None,
+    fields: Mapping[str, str | tuple[str, str]] | None = None,
+    ops: Mapping[str, str | None] | None = None,
+    only: Mapping[str, str | int] | None = None,
+    step: int = -1,
+    n_ranks: int | None = None,
+    output_bytes: float | Sequence[float] = 0.0,
+    gaps: str = "keep",
+    name: str = "",
+) -> Timeline:
+    r"""Read one step of a run of another framework from Chrome traces, as torch.profiler's.
+
+    A file that `to_chrome` wrote is read back exactly, without costs. If an argument other than
+    ``name`` is given, its events are read instead, as those of another program.
+
+    Each range of a trace's CPU, such as ``PP:1F3``, names the action of a call, or its event
+    has the action in other fields (``fields``).
+
+    - Ranges are complete events, or begin and end events.
+    - An event with the correlation of a kernel launched it, whatever its category.
+    - Kernels communicate if their names, the calls that launched them, or their ranges do.
+    - Times of an action: from the first to the last of its kernels, including kernels that the
+      autograd thread launched meanwhile. Without a GPU: those of its call, without the time of
+      waiting for a message. See `pipesim.trace.working_times.working_times`.
+    - A range of two overlapped actions, such as ``PP:(0F2;3B0)OVERLAP_F_B``, gives two tasks.
+      Their times are those of ranges of single actions within it. Without such ranges, the B
+      begins where the operations show it; without operations, at half of the range. See
+      `pipesim.trace.working_times`.
+    - Clocks of ranks are aligned by messages; see `pipesim.trace.clock_offsets.align_clocks`.
+    - Transfers without a range get the times at which their data moved; see
+      `pipesim.trace.measured_tasks.timeline_of`.
+
+    ``pipesim.trace.chrome_import.load`` returns the clock offsets and the residual error, too.
+
+    Parameters
+    ----------
+    paths
+        One file a rank, ``.json`` or ``.json.gz``, or their directory. Each file is a device,
+        in order of the ranks that files name, or else of the files. Or one file in which each
+        process with ranges is a rank, by its number, as `to_chrome` writes it.
+    pattern
+        A regular expression for the whole name of a range, with the groups ``op``,
+        ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's
+        names, or else those of `to_chrome` (`pipesim.trace.range_names.PATTERNS`). Operations
+        are those of `pipesim.Op`, or names such as ``forward``.
+        Each name is matched once. Avoid patterns that backtrack without end, such as
+        ``(a+)+b``.
+    fields
+        Places of ``op``, ``microbatch`` and, if events have them, ``stage`` and ``rank``, where
+        names do not tell them. A place is ``name``, ``cat``, ``pid``, ``tid``,
+        ``process_name``, ``thread_name`` or ``args.KEY``, where dots nest. Or a place and a
+        regular expression with one group for the part of its text:
+        ``("thread_name", r"PP rank (\d+)")``. Without ``rank``, each process is a rank;
+        without ``stage``, the rank is the stage. Events without these fields are left out; an
+        event without a micro-batch counts if ``ops`` has its word. Not with ``pattern``.
+    ops
+        Operations by the words of the file, such as ``{"forward-compute": "F"}``; None for
+        words whose events to leave out.
+    only
+        Values that events must have at places, such as ``{"pid": 0}`` for one of several
+        replicas in a file.
+    step
+        Number of the step among the whole steps in the traces; negative numbers count from
+        the end. By default the last step.
+    n_ranks
+        Expected number of ranks; by default the number that the traces show.
+    output_bytes
+        Bytes of each message, as in `Costs`.
+    gaps
+        Treatment of time between tasks in which a device waited for no message, because it
+        posted or fetched one, or ran other code: ``"keep"`` leaves it idle, ``"charge"`` adds
+        it to the next task, so that costs and replays include it.
+    name
+        Name of the timeline; by default that of the first file, or the saved name. Of a file
+        with several timelines: the name of the one to read.
+
+    Returns
+    -------
+    Timeline
+        One step. Of a file that `to_chrome` wrote: the timeline as it was saved.
+
+    Raises
+    ------
+    TimelineError
+        - For a file that cannot be read or was cut, or a file of `to_chrome` that was changed.
+        - For compute ranges of one rank that ran at the same time on several threads.
+        - For ranks that are missing or occur twice.
+        - For impossible times.
+        - For a pattern that cannot be used, and for files without a range.
+        - For actions that are missing, unknown or occur twice in a step.
+
+    Warns
+    -----
+    AccuracyWarning
+        If clocks cannot be aligned well: a message is still used before it was sent, by more
+        than 1 % of the makespan.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import pipesim as ps
+    >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1 / 3, 2 / 3))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     timeline.to_chrome(f"{folder}/run.json")
+    ...     again = ps.Timeline.from_chrome(f"{folder}/run.json")
+    >>> again.makespan == timeline.makespan
+    True
+    """
+    check_text("name", name)
+    return load(
+        paths,
+        pattern=pattern,
+        fields=fields,
+        ops=ops,
+        only=only,
+        step=step,
+        n_ranks=n_ranks,
+        output_bytes=output_bytes,
+        gaps=gaps,
+        name=name,
+    ).timeline

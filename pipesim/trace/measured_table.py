@@ -24,6 +24,7 @@ from pipesim.graph.tasks import Tasks
 from pipesim.ops import COMPUTE, OF_STAGES, TRANSFERS, Action, Op
 from pipesim.timeline.arrow_tables import read_frame
 from pipesim.timeline.tables import check_all_tasks, check_rows
+from pipesim.timeline.timeline import Timeline
 from pipesim.trace.measured_tasks import (
     MeasuredStep,
     MeasuredTasks,
@@ -449,3 +450,106 @@ def _check_overlaps(rows: pd.DataFrame, tasks: MeasuredTasks) -> None:
 def _action(tasks: MeasuredTasks, row: int) -> Action:
     microbatch = int(tasks.microbatch[row])
     return Action(int(tasks.stage[row]), Op(tasks.op[row]), None if microbatch < 0 else microbatch)
+
+
+def timeline_from_table(
+    table: object,
+    *,
+    columns: Mapping[str, str] | None = None,
+    ops: Mapping[str, str | None] | None = None,
+    unit: str = "s",
+    step: object = None,
+    gaps: str = "stages",
+    name: str = "",
+) -> Timeline:
+    """Read one step of a run of another framework from a table of its measured tasks.
+
+    The table has one row a task:
+
+    - ``op``: a name of `pipesim.Op`, a word such as ``forward``, or a timer of Megatron-LM.
+    - ``microbatch``: from 0; of the whole stage: -1 or missing. Messages without one are
+      numbered in order of time: the k-th of a stage is that of its k-th F or backward.
+    - ``stage`` or ``device``, or both. Stages count from 0. Without ``stage``, it is the number
+      of the device within its replica, and with ``chunk``, ``chunk * n_devices`` more. Without
+      ``device``, each stage of each replica is on its own.
+    - ``start``, and ``end`` or ``duration``.
+    - Optional: ``replica``, ``nbytes`` of messages (or ``bytes``), and ``step``.
+
+    Other columns are ignored. Tasks may be missing: messages, which then leave when their data
+    is ready, recomputes, which are then part of the backward, reductions and optimizer steps.
+    Without backwards, the graph is forward-only. Several REDUCE_GRADs of a stage are its
+    buckets. An UNSHARD gathers parameters for the next F or backward of its stage, or after its
+    STEP. An F and a B of one device with the same times are an overlapped action, which one
+    call ran.
+
+    Time zero is the first start; waiting for a message counts from when it left. Clocks of
+    devices are aligned by messages and collectives if these contradict them by more than
+    100 us; see `pipesim.trace.clock_offsets.align_clocks`. The times of messages are those at
+    which data moved; see `pipesim.trace.measured_tasks.timeline_of`. A REDUCE_TIED that ran
+    before REDUCE_GRAD, as in Megatron-LM, comes after it in the graph (rule 3).
+
+    ``pipesim.trace.measured_table.read_step`` returns the clock offsets and the residual error,
+    too.
+
+    Parameters
+    ----------
+    table
+        A `pandas.DataFrame`, another library's table that Arrow reads, or a file: ``.parquet``,
+        or CSV, also compressed by gzip.
+    columns
+        Name in the table of each of our columns that has another name there, such as
+        ``{"microbatch": "mb"}``.
+    ops
+        Operation of each word of the table that is no name above, such as
+        ``{"fwd_step": "F"}``. None leaves its rows out.
+    unit
+        Unit of all times: ``"s"``, ``"ms"``, ``"us"`` or ``"ns"``.
+    step
+        The step to read, a value of the column ``step``; by default the greatest.
+    gaps
+        Treatment of time between tasks in which a device waited for no message:
+
+        - ``"stages"`` adds it to the operations on whole stages beside it, as a program copies
+          gradients before a REDUCE_GRAD and loads data after an UNSHARD. All other tasks keep
+          their times.
+        - ``"charge"`` also adds it to any other task after it, so that costs include it.
+        - ``"keep"`` leaves it idle.
+    name
+        Name of the timeline; by default that of the named schedule whose orders the tasks have,
+        or else ``"measured"``.
+
+    Returns
+    -------
+    Timeline
+        One step.
+
+    Raises
+    ------
+    TimelineError
+        For a file that cannot be read, for columns that are missing, and for the first row that
+        is in no pipeline: an unknown operation, a second row for one task, a task that overlaps
+        another one of its device, a stage on a second device, an impossible value. For tasks of
+        a micro-batch that are missing, and orders that cannot run.
+
+    Warns
+    -----
+    AccuracyWarning
+        If clocks cannot be aligned well: a message is still used before it was sent, by more
+        than 1 % of the makespan.
+
+    Examples
+    --------
+    Two devices that run F and B of two micro-batches:
+
+    >>> import pandas as pd
+    >>> import pipesim as ps
+    >>> rows = [(0, "F", 0, 0), (0, "F", 1, 1), (1, "F", 0, 1), (1, "B", 0, 2), (0, "B", 0, 4),
+    ...         (1, "F", 1, 4), (1, "B", 1, 5), (0, "B", 1, 7)]
+    >>> table = pd.DataFrame(rows, columns=["stage", "op", "microbatch", "start"])
+    >>> table["duration"] = table["op"].map({"F": 1, "B": 2})
+    >>> ps.Timeline.from_table(table)
+    <Timeline 1f1b: 16 tasks, makespan 9 s, bubble 33.3%>
+    """
+    return read_step(
+        table, columns=columns, ops=ops, unit=unit, step=step, gaps=gaps, name=name
+    ).timeline

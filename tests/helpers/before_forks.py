@@ -7,7 +7,7 @@ import gc
 import pipesim as ps
 
 _GRAPH = ps.lower(ps.schedule("1f1b", 16, 64), n_replicas=2)  # large enough to load kernels
-ps.simulate(_GRAPH, ps.Costs(1, 2)).peak_memory  # noqa: B018
+ps.simulate(_GRAPH, ps.Costs(1, 2)).memory.peak  # noqa: B018
 _GRAPH.precedence  # noqa: B018
 
 gc.collect()

@@ -29,7 +29,7 @@ def _closed_figures() -> Iterator[None]:
 def _compiled() -> None:
     """Load and compile what calls need, before calls are limited in time and memory."""
     timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1.0, 2.0))
-    timeline.idle_by_cause()
+    timeline.why.idle_by_cause()
     ps.Timeline.from_chrome(sorted((DATA / "torch_interleaved").iterdir()))
 
 

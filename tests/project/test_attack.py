@@ -22,6 +22,7 @@ import pipeexec as px
 import pipeexec.cli
 import pipesim as ps
 import pipesim.cli
+from pipesim.utils.accessors import OwnerMethod, Subject
 
 ROWS = {**attack_table.GOOD, **attack_table_exec.GOOD, **attack_table_exec.REFUSED}
 
@@ -47,13 +48,15 @@ def methods(kind: type) -> Iterator[str]:
     """Yield the public methods of a class that our packages define."""
     for name in dir(kind):
         owner = next((base for base in kind.__mro__ if name in vars(base)), object)
-        is_own = owner.__module__.partition(".")[0] in MAINS
-        is_public_kind = (
-            isinstance(vars(owner)[name], FunctionType | classmethod | staticmethod)
-            if is_own
-            else 0
-        )
-        if is_public_kind and not name.startswith("_"):
+        if name.startswith("_") or owner.__module__.partition(".")[0] not in MAINS:
+            continue
+        view = getattr(kind, name)  # a method that is registered takes its place at first use
+        method = FunctionType | classmethod | staticmethod | OwnerMethod
+        if isinstance(view, type) and issubclass(view, Subject):
+            if "__call__" in vars(view):
+                yield name
+            yield from (f"{name}.{inner}" for inner in methods(view))
+        elif isinstance(vars(owner)[name], method):
             yield name
 
 
@@ -67,8 +70,24 @@ def test_complete() -> None:
 
 def callable_of(name: str) -> Any:
     """Return the callable of a name."""
-    package, *path = name.split(".")
-    return functools.reduce(getattr, path, {"ps": ps, "px": px}[package])
+    package, *path, last = name.split(".")
+    owner = functools.reduce(getattr, path, {"ps": ps, "px": px}[package])
+    value = getattr(owner, last)
+    if isinstance(value, type) and issubclass(value, Subject):
+        owner, last, value = value, "__call__", value.__call__
+    static = isinstance(inspect.getattr_static(owner, last), staticmethod | classmethod)
+    return value if static or not inspect.isclass(owner) else _with_self(value)
+
+
+def _with_self(function: Any) -> Any:
+    """Return a method whose first parameter is ``self``, as a function may name its own."""
+    first, *others = inspect.signature(function).parameters.values()
+    if first.name == "self":
+        return function
+    method = functools.wraps(function)(lambda self, *args, **named: function(self, *args, **named))
+    parameters = [first.replace(name="self"), *others]
+    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return method
 
 
 def close(name: str, result: object) -> None:

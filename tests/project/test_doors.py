@@ -24,6 +24,7 @@ from pipesim.cli import main
 from pipesim.errors import ArgumentError, CalibrationWarning, CostsWarning, PipeError
 from pipesim.network.sources import EFFICIENCY
 from pipesim.scheduling.registry import options_of_schedules
+from pipesim.utils.accessors import Subject
 
 MACHINE = "dgx_h100"
 #: Devices hold 8, 2, 2 and 8 bytes of parameters and gradients, and 1 byte a micro-batch.
@@ -57,13 +58,17 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     for package, short in ((ps, "ps"), (px, "px")):
         for name in package.__all__:
             value = getattr(package, name)
-            members = [m for m in dir(value) if m[0] != "_"] if inspect.isclass(value) else []
-            for path, member in [
-                (name, value),
-                *((f"{name}.{m}", getattr(value, m)) for m in members),
-            ]:
-                if callable(member):
-                    yield f"{short}.{path}", member
+            for path, member in with_members(name, value):
+                yield f"{short}.{path}", member
+
+
+def with_members(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield a function, or a class with its methods and those of its accessors."""
+    if callable(value):
+        yield name, value
+    if inspect.isclass(value) and (name.count(".") == 0 or issubclass(value, Subject)):
+        for member in [m for m in dir(value) if m[0] != "_"]:
+            yield from with_members(f"{name}.{member}", getattr(value, member))
 
 
 def functions_with(*arguments: str) -> set[str]:
@@ -89,7 +94,7 @@ def fits(order: ps.Schedule, limit: Any, costs: ps.Costs = COSTS) -> bool:
     """Return whether an order fits; `simulate` counts all bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return bool(ps.simulate(ps.lower(order), costs, memory_limit=limit).fits)
+        return bool(ps.simulate(ps.lower(order), costs, memory_limit=limit).memory.fits)
 
 
 def bound_is_kept(limit: Any) -> bool:
@@ -127,7 +132,7 @@ def plan_within(limit: Any) -> bool:
     cluster = ps.Cluster(MACHINE, n_gpus=2)
     plans = ps.plan(LAYERS, cluster, global_batch=2, memory_limit=limit, progress=False)
     timeline = plans.best.timeline
-    return bool((timeline.peak_memory <= 14).all())
+    return bool((timeline.memory.peak <= 14).all())
 
 
 def split_model_within(limit: Any) -> bool:

@@ -186,8 +186,8 @@ def prices(graph: ps.TaskGraph, costs: ps.Costs) -> list[object]:
     except ps.errors.CostsError as error:
         return [str(error)]
     tokens = timeline.costs and timeline.costs.workload and timeline.tokens_per_second
-    arrays = (timeline.start, timeline.end, timeline.nbytes, timeline.peak_host_memory)
-    return [timeline.memory_breakdown().to_csv(), tokens, *(array.tobytes() for array in arrays)]
+    arrays = (timeline.start, timeline.end, timeline.nbytes, timeline.memory.peak_host)
+    return [timeline.memory.breakdown().to_csv(), tokens, *(array.tobytes() for array in arrays)]
 
 
 @pytest.fixture(scope="module")

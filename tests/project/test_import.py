@@ -65,7 +65,7 @@ def test_simulation_loads_nothing_heavy() -> None:
 import sys
 import pipesim as ps
 timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), ps.Costs(1, 2, activation_bytes=1))
-timeline.makespan, timeline.bubble_fraction, timeline.peak_memory
+timeline.makespan, timeline.bubble_fraction, timeline.memory.peak
 print([m for m in {HEAVY!r} if m in sys.modules])
 """
     assert fresh(code) == "[]"

@@ -63,7 +63,7 @@ def test_costs_and_timelines(kept: Path, then: Any) -> None:
     for engine in ("simpy", "compiled"):
         again = ps.simulate(timelines[0].graph, costs, engine=engine)
         assert again.makespan == then["makespan"]
-        assert list(again.peak_memory) == then["peak"]
+        assert list(again.memory.peak) == then["peak"]
 
 
 def test_schedules(kept: Path, then: Any) -> None:

@@ -18,7 +18,7 @@ from pipesim.cli import main
 timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 4, 8)), ps.Costs(1, 2))
 timeline.plot()
 assert timeline.makespan == 33
-assert timeline.idle_by_cause().shape == (4, 9)
+assert timeline.why.idle_by_cause().shape == (4, 9)
 assert main(["schedules"]) == 0
 try:
     import pipeexec

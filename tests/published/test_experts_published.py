@@ -53,7 +53,7 @@ def test_there_are_rows() -> None:
 @pytest.mark.parametrize("row", CASES, ids=lambda row: row["case"])
 def test_measured_peak(row: dict[str, Any]) -> None:
     """The fullest GPU within 1 %, and not above: some bytes of libraries are not counted."""
-    peaks = step(row).peak_memory / GIB
+    peaks = step(row).memory.peak / GIB
     assert peaks.max() == pytest.approx(row["real_alloc_gib"], rel=0.01)
     assert peaks.max() < row["real_alloc_gib"]
 
@@ -61,7 +61,7 @@ def test_measured_peak(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", CASES, ids=lambda row: row["case"])
 def test_peak_of_each_stage(row: dict[str, Any]) -> None:
     """SimuMax, whose error is 0.8 %, has the same peaks by stage."""
-    peaks = sorted({round(float(peak) / GIB, 2) for peak in step(row).peak_memory})
+    peaks = sorted({round(float(peak) / GIB, 2) for peak in step(row).memory.peak})
     published = sorted(row["peak_alloc_by_stage_gib"].values())
     assert peaks == pytest.approx(published, rel=0.005)
 

@@ -30,7 +30,7 @@ def peaks(row: dict[str, Any], **settings: Any) -> list[float]:
     )  # fmt: skip
     schedule = ps.schedule("1f1b", p, row["mbc"])
     graph = ps.lower(schedule, n_replicas=8 // (t * p), shard_optimizer=True)
-    return [float(peak) / GIB for peak in ps.simulate(graph, costs).peak_memory[:p]]
+    return [float(peak) / GIB for peak in ps.simulate(graph, costs).memory.peak[:p]]
 
 
 def test_there_are_rows() -> None:

@@ -106,7 +106,7 @@ def test_published_first_stage(name: str) -> None:
     held[0] += costs.per_stage("backward_workspace_bytes", p)[0]  # of the B at the peak
     core = 5 * row["heads"] * 2048 / row["hidden"]
     expected = sbh * row["layers"] / t * (34 + core) + sbh * p / t
-    assert timeline.peak_memory[0] - held[0] == pytest.approx(expected, rel=1e-9)
+    assert timeline.memory.peak[0] - held[0] == pytest.approx(expected, rel=1e-9)
 
 
 def interleaved(p: int, n_chunks: int, n_microbatches: int) -> ps.Schedule:
@@ -146,7 +146,7 @@ def test_published_first_stage_interleaved(name: str) -> None:
     shard = model.shard(**shape)
     layers = row["layers"] * shard.layer_activation_bytes * (1 + (p - 1) / (p * m))
     masks = 2 * p * shard.embedding_activation_bytes
-    assert timeline.peak_memory[0] - held[::p].sum() == pytest.approx(layers + masks, rel=1e-9)
+    assert timeline.memory.peak[0] - held[::p].sum() == pytest.approx(layers + masks, rel=1e-9)
 
 
 def test_published_ends_of_the_model() -> None:

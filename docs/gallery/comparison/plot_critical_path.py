@@ -21,7 +21,7 @@ seconds[5] = 1.5
 network = ps.Network(latency=0.2, bandwidth=5)
 costs = ps.Costs(seconds, [2 * s for s in seconds], output_bytes=1, network=network)
 step = ps.simulate(ps.lower(schedule, step="none"), costs)
-path = step.critical_path()
+path = step.why.critical_path()
 compute = path[path["stream"] == "compute"]
 share = compute.eval("end - start").sum() / step.makespan
 step.plot(ax=ax, title=f"{step.makespan:.1f} s, of which {share:.0%} compute on the path")

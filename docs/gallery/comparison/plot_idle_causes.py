@@ -25,6 +25,6 @@ for title, name in {"1F1B": "1f1b", "ZB-H1": "zb_h1"}.items():
     graph = ps.lower(ps.schedule(name, n_devices=4, n_microbatches=8), step="none")
     steps[title] = ps.simulate(graph, costs)
 for ax, (title, step) in zip(axes, steps.items(), strict=True):
-    step.plot_idle(ax=ax, title=f"{title}: {step.bubble_fraction:.1%} idle")
+    step.plot.idle(ax=ax, title=f"{title}: {step.bubble_fraction:.1%} idle")
 axes[0].set_xlim(0, 1.03 * max(step.idle.max() for step in steps.values()))
 axes[1].set_ylabel("")

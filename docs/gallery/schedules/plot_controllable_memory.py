@@ -22,6 +22,6 @@ panels = {}
 for title, name in {"V-Min": "v_min", "V-Half": "v_half", "V-ZB": "zbv"}.items():
     schedule = ps.schedule(name, n_devices=4, n_microbatches=8)
     timeline = ps.simulate(ps.lower(schedule, step="none"), costs)
-    share = timeline.peak_memory.max() / 4  # 1F1B holds four micro-batches
+    share = timeline.memory.peak.max() / 4  # 1F1B holds four micro-batches
     panels[f"{title}: {share:.0%} of the memory of 1F1B, {timeline.makespan:g} s"] = timeline
 fig = plot.panels(panels)

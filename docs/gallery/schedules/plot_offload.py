@@ -22,6 +22,6 @@ panels = {}
 for offload in ("none", "longest:0.5"):
     graph = ps.lower(schedule, offload=offload, step="none")
     timeline = ps.simulate(graph, costs)
-    peak = timeline.peak_memory.max()
+    peak = timeline.memory.peak.max()
     panels[f'offload="{offload}": {timeline.makespan:g} s, peak {peak:g}'] = timeline
 fig = plot.panels(panels, transfers=True)

@@ -26,6 +26,6 @@ for title, (name, n_slices, options) in variants.items():
     costs = ps.Costs(forward=4 / n_slices, backward=8 / n_slices, activation_bytes=1 / n_slices)
     costs = costs.in_chunks(schedule.placement)
     timeline = ps.simulate(ps.lower(schedule, step="none"), costs)
-    held = f"{timeline.peak_memory[0]:.3g} sequences held"
+    held = f"{timeline.memory.peak[0]:.3g} sequences held"
     panels[f"{title}: {timeline.bubble_fraction:.1%} idle, {held}"] = timeline
 fig = plot.panels(panels)

@@ -29,6 +29,6 @@ orders = {
 panels = {}
 for title, order in orders.items():
     timeline = ps.simulate(ps.lower(order, step="none"), costs)
-    held = timeline.peak_memory.max()
+    held = timeline.memory.peak.max()
     panels[f"{title}: {timeline.makespan:g} s, {held:g} units held"] = timeline
 fig = plot.panels(panels)

@@ -23,6 +23,6 @@ for label, name in names.items():
     schedule = ps.schedule(name, n_devices=8, n_microbatches=16)
     graph = ps.lower(schedule, step="none")
     share = 8 / schedule.n_stages
-    ax.plot(ps.simulate(graph, costs).peak_memory * share, label=label)
+    ax.plot(ps.simulate(graph, costs).memory.peak * share, label=label)
 ax.set(xlabel="Device", ylabel="Activations (micro-batches)", ylim=(0, 12.5), xticks=range(8))
 ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1.0)

@@ -23,7 +23,7 @@ for offload in ("none", "longest:0.5"):
     timeline = ps.simulate(graph, costs)
     held = timeline.memory().query("device == 0")
     ax.step(1e3 * held["time"], held["nbytes"], where="post", marker="", label=f"GPU, {offload}")
-held = timeline.host_memory().query("host == 0")
+held = timeline.memory.host().query("host == 0")
 ax.step(1e3 * held["time"], held["nbytes"], where="post", marker="", label="host, longest:0.5")
 ax.set(xlabel="Time (ms)", ylabel="Chunks of micro-batches", xlim=0, ylim=0)
 ax.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.45, 1.0))

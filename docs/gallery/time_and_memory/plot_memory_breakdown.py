@@ -22,7 +22,7 @@ costs = model.costs(
     flash_attention=True, network=ps.Network.preset("dgx_h100", gpus_per_device=8),
 )  # fmt: skip
 graph = ps.lower(ps.schedule("1f1b", 4, 16), n_replicas=2, shard_optimizer=True)
-parts = ps.simulate(graph, costs).memory_breakdown().iloc[:4] / 2**30
+parts = ps.simulate(graph, costs).memory.breakdown().iloc[:4] / 2**30
 bottom = 0 * parts["total"]
 looks = {
     "parameters": ("#74B9E7", ""), "gradients": ("#CC79A7", "///"), "optimizer": ("#5C3D00", ""),

@@ -25,6 +25,6 @@ names = {
 }
 for label, name in names.items():
     graph = ps.lower(ps.schedule(name, n_devices=6, n_microbatches=24))
-    ax.plot(ps.simulate(graph, costs).peak_memory, label=label)
+    ax.plot(ps.simulate(graph, costs).memory.peak, label=label)
 ax.set(xlabel="Device", ylabel="Sets of weights", ylim=(0, 6.5), xticks=range(6))
 ax.legend()

@@ -97,8 +97,8 @@ def lower_bound(
     See Also
     --------
     pipesim.optimize : Search for an order that meets the bound.
-    pipesim.Timeline.lower_bound : Bound for the tasks of a timeline.
-    pipesim.Timeline.gap : Makespan of a timeline over its bound, minus 1.
+    pipesim.Timeline.why.lower_bound : Bound for the tasks of a timeline.
+    pipesim.Timeline.why.gap : Makespan of a timeline over its bound, minus 1.
 
     Examples
     --------
@@ -322,27 +322,18 @@ def _rounding_error(places: Places) -> float:
 # Bound of a timeline's tasks, and the timeline's gap to it.
 
 #: Differences of times below this share of the makespan are rounding.
-_SHARE_OF_ROUNDING = 1e-9
+SHARE_OF_ROUNDING = 1e-9
 
 
 def timeline_bound(timeline: Timeline) -> float:
-    """Return `Timeline.lower_bound`."""
+    """Return ``timeline.why.lower_bound``, without its cache."""
     costs = timeline.costs
     if costs is None or not timeline.complete or not len(timeline):
         return math.nan
     others = ~timeline.graph.is_op(RECVS)  # a RECV lasts as long as it waits for its SEND
     expected = costs.of(timeline.graph).duration
     error = np.abs(timeline.duration - expected)[others]
-    if error.max(initial=0.0) > _SHARE_OF_ROUNDING * timeline.makespan:
+    if error.max(initial=0.0) > SHARE_OF_ROUNDING * timeline.makespan:
         return math.nan
-    limit = timeline.memory_limit if timeline.fits else None
+    limit = timeline.memory.limit if timeline.memory.fits else None
     return graph_bound(timeline.graph, costs, memory_limit=limit, target=timeline.makespan)
-
-
-def gap(timeline: Timeline) -> float:
-    """Return `Timeline.gap`; differences by rounding count as 0."""
-    bound = timeline.lower_bound
-    if not bound > 0.0:
-        return math.nan
-    share = timeline.makespan / bound - 1.0
-    return share if share > _SHARE_OF_ROUNDING else 0.0

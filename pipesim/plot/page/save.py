@@ -211,6 +211,28 @@ def to_html(
     write_text(path, page_html(name, data))
 
 
+def item_to_html(
+    item: Showable,
+    path: Path | str,
+    *,
+    title: str | None = None,
+    microbatches: Iterable[int] = (),
+) -> None:
+    """Write an interactive page of this object alone; see `pipesim.to_html`.
+
+    Parameters
+    ----------
+    path
+        File that ends in ``.html`` or ``.htm``.
+    title
+        Title of the page; by default the name of the object.
+    microbatches
+        Other numbers of micro-batches that a slider of the page can choose, for timelines of named
+        schedules and comparisons of them.
+    """
+    to_html(path, item, title=title, microbatches=microbatches)
+
+
 def page_path(name: str, value: object) -> Path:
     """Return the path of a page, which a user gave as argument ``name``."""
     path = check_path(name, value, "write")

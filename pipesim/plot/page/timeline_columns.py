@@ -20,7 +20,6 @@ from pipesim.plot.page.columns import ColumnWriter, Spec, decimal_digits, float_
 from pipesim.simulation.engines.plan import shared_links
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import costs_of
-from pipesim.timeline.memory_limit import memory_limit
 from pipesim.timeline.task_bytes import changes, row_bytes, static
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
@@ -143,7 +142,7 @@ def _memory(writer: ColumnWriter, timeline: Timeline) -> Spec:
         "static": writer.floats(always),
         "computes": writer.flags(graph.kinds.is_op(COMPUTE)),
     }
-    limit = memory_limit(timeline)
+    limit = timeline.memory.limit
     if limit is not None and np.isfinite(limit).all():
         spec["limit"] = writer.floats(limit)
     return spec

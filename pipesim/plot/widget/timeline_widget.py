@@ -242,7 +242,7 @@ class TimelineWidget(anywidget.AnyWidget):
         """Return the chain of tasks that led to the selected task, or to the end of the gap.
 
         Each task waited for the one before it. The columns are those of `Timeline.frame`, and
-        ``waited_for``, as in `Timeline.critical_path`. No rows if nothing is selected.
+        ``waited_for``, as in `Timeline.why.critical_path`. No rows if nothing is selected.
 
         Raises
         ------

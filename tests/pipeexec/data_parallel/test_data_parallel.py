@@ -385,7 +385,7 @@ def stage_bytes(stage: nn.Module) -> int:
 def gradients_by_rule(timeline: ps.Timeline, stages: list[nn.Module]) -> list[float]:
     """Return the most bytes of gradients of each device, by rule 10 and the times of a step."""
     costs = ps.Costs(1, 2, gradient_bytes=[stage_bytes(stage) for stage in stages])
-    return replace(timeline, costs=costs).peak_memory.tolist()
+    return replace(timeline, costs=costs).memory.peak.tolist()
 
 
 @pytest.mark.slow
@@ -425,7 +425,7 @@ def test_gradients_that_wait_are_counted_as_they_are_predicted(
         memory = pipeline.memory(x, y)
     size = stage_bytes(stages[0])
     costs = ps.Costs(1, 2, input_grad=1, weight_grad=1, gradient_bytes=size)
-    predicted = ps.simulate(graph, replace(costs, reduce_grad=100 if slow else 1)).peak_memory
+    predicted = ps.simulate(graph, replace(costs, reduce_grad=100 if slow else 1)).memory.peak
     assert memory.peak_gradients.tolist() == predicted.tolist() == [n_gradients * size] * 2
     assert memory.peak_gradients.tolist() == gradients_by_rule(memory.timeline, stages)
     assert memory.peak_buffers.tolist() == [0, 0]

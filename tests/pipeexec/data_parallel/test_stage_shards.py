@@ -381,7 +381,7 @@ def memory_in_a_rank(processes: px.Processes, options: dict[str, Any]) -> dict[s
     counted = frame.assign(sum=frame["total"] - frame["activations"]).groupby("device")["sum"].max()
     return {
         "counted": counted.tolist(),
-        "rule": (timeline.peak_memory - static).tolist(),
+        "rule": (timeline.memory.peak - static).tolist(),
         "parameters": memory.frame.groupby("device")["parameters"].max().tolist(),
         "activations": held,
         "nbytes": nbytes,

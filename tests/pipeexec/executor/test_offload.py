@@ -155,12 +155,12 @@ def test_memory_is_as_predicted(schedule: str, offload: Any) -> None:
         costs = px.profile(pipeline, *batch(), n_steps=1, warm_up=1)
         measured = pipeline.memory(*batch())
     predicted = ps.simulate(graph, costs)
-    peak = predicted.peak_memory - static(graph, costs)
+    peak = predicted.memory.peak - static(graph, costs)
     assert measured.at(predicted).peak_activations.tolist() == peak.tolist()
     assert costs.network.host is not None
-    assert predicted.peak_host_memory.sum() > 0
+    assert predicted.memory.peak_host.sum() > 0
     plain = ps.lower(ps.schedule(schedule, 3, M))
-    assert (predicted.peak_memory <= ps.simulate(plain, costs).peak_memory).all()
+    assert (predicted.memory.peak <= ps.simulate(plain, costs).memory.peak).all()
 
 
 def test_profiles_of_several_shares_are_refused() -> None:

@@ -133,7 +133,7 @@ def check_recovery(
     assert torch.equal(result.loss, loss)
     assert_same(stages, whole)
     costs = ps.Costs(forward=1.0, backward=1.0, activation_bytes=1.0)
-    assert list(result.peak_held) == ps.simulate(graph, costs).peak_memory.tolist()
+    assert list(result.peak_held) == ps.simulate(graph, costs).memory.peak.tolist()
 
 
 # A stage that raises

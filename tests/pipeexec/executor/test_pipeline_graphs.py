@@ -136,7 +136,7 @@ def held_by_simulation(graph: ps.TaskGraph) -> list[int]:
     costs = ps.Costs(
         forward=1.0, input_grad=1.0, weight_grad=1.0, activation_bytes=1.0, weight_grad_bytes=1.0
     )
-    return [int(peak) for peak in ps.simulate(graph, costs).peak_memory]
+    return [int(peak) for peak in ps.simulate(graph, costs).memory.peak]
 
 
 @pytest.mark.slow

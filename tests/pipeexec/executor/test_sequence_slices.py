@@ -478,7 +478,7 @@ def test_peaks_are_as_predicted() -> None:
         memory = subject.memory(*batch)
     timeline = ps.simulate(graph, costs)
     static = np.array(costs.per_stage("parameter_bytes", 2)) * 2  # and a gradient of each
-    assert (timeline.peak_memory - static == memory.peak_activations).all()
+    assert (timeline.memory.peak - static == memory.peak_activations).all()
 
 
 def test_bytes_between_input_and_weight_gradients() -> None:

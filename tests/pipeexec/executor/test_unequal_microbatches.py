@@ -247,7 +247,7 @@ def test_memory_to_the_byte(name: str, options: dict[str, Any], unseen: list[int
     predicted = ps.simulate(graph, costs)
     weights_and_gradients = 2 * costs.per_stage("parameter_bytes", 2)
     peaks = measured.at(predicted).peak
-    assert (predicted.peak_memory - weights_and_gradients + unseen).tolist() == peaks.tolist()
+    assert (predicted.memory.peak - weights_and_gradients + unseen).tolist() == peaks.tolist()
 
 
 @pytest.mark.parametrize("share", ["all", 0.5])

@@ -198,7 +198,7 @@ def test_memory_is_as_predicted_to_the_byte(schedule: str) -> None:
         exchange_dispatch=0.5, exchange_combine=0.5,
         activation_bytes=_per_microbatch(held), weight_grad_bytes=_per_microbatch(left),
     )  # fmt: skip
-    predicted = ps.simulate(graph, costs).peak_memory
+    predicted = ps.simulate(graph, costs).memory.peak
     assert (measured.peak_activations == predicted).all()
     assert len({*predicted.tolist()}) > 2  # replicas differ
 

@@ -91,8 +91,8 @@ def test_recomputes_before_the_first_backward() -> None:
         0 | F0 F1 R1 R0 .. .. .. B1 B1 B0 B0
         1 | .. F0 F1 R1 R0 B1 B1 B0 B0 .. ..
     """)
-    assert plain.peak_memory.tolist() == [10, 13]
-    assert early.peak_memory.tolist() == [20, 20]
+    assert plain.memory.peak.tolist() == [10, 13]
+    assert early.memory.peak.tolist() == [20, 20]
 
 
 def test_the_last_micro_batch_may_keep_its_activations() -> None:

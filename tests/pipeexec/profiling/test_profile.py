@@ -106,7 +106,7 @@ def test_costs_predict_the_graph(measured: px.Profile) -> None:
     for recompute in ("never", "always", "except_last"):
         timeline = ps.simulate(lowered(recompute=recompute), measured.costs)
         assert timeline.makespan >= 4 * (FORWARD + BACKWARD)
-        assert (timeline.peak_memory > 0).all()
+        assert (timeline.memory.peak > 0).all()
 
 
 def test_bytes_by_hand(measured: px.Profile) -> None:

@@ -58,7 +58,7 @@ def test_predictions_are_simulations():
         timeline = example.predict(order, *counts, split=[2, 2, 2, 2], recompute="always")
         assert timeline.makespan == expected.makespan
         assert timeline.name == "1f1b"
-        assert timeline.fits
+        assert timeline.memory.fits
     assert (
         example.predict("1f1b", 4, 6).makespan
         < example.predict("1f1b", 4, 6, split=[1, 1, 1, 5]).makespan
@@ -91,10 +91,10 @@ def test_compare():
     timeline = example.predict("1f1b", 2, 8)
     assert table.loc["1f1b", "makespan"] == timeline.makespan
     assert table.loc["1f1b", "samples_per_second"] == 24 / timeline.makespan
-    assert table.loc["1f1b", "peak_memory"] == max(timeline.peak_memory)
+    assert table.loc["1f1b", "peak_memory"] == max(timeline.memory.peak)
     assert table["fits"].tolist() == [False, True, True, True]
     with pytest.warns(MemoryLimitWarning, match="needs"):
-        assert not example.predict("gpipe", 2, 8).fits
+        assert not example.predict("gpipe", 2, 8).memory.fits
 
 
 def test_plan():

@@ -26,7 +26,7 @@ def path(timeline: ps.Timeline) -> str:
     """Return the critical path as text: ``task(waited for, gap)``."""
     return " ".join(
         f"{timeline.graph.task(int(task))}({row.waited_for}{f' {row.gap:g}' if row.gap else ''})"
-        for task, row in timeline.critical_path().iterrows()
+        for task, row in timeline.why.critical_path().iterrows()
     )
 
 
@@ -102,7 +102,7 @@ def test_nothing_ran() -> None:
     assert timeline.throughput == 0
     assert timeline.utilization.tolist() == [0, 0]
     with pytest.raises(TimelineError, match="'gpipe' has no task that ran"):
-        timeline.critical_path()
+        timeline.why.critical_path()
 
 
 def test_critical_path_through_the_slowest_device() -> None:
@@ -204,7 +204,7 @@ def test_a_circle_of_waits_is_refused() -> None:
     assert waits_by_task(contradictory)["0SEND_F0"] == "link 0SEND_F1"
     assert waits_by_task(contradictory)["0SEND_F1"] == "stream 0SEND_F0"
     with pytest.raises(TimelineError, match=r"'gpipe' has no chain to task.*\(0SEND_F0\) waited"):
-        contradictory.critical_path()
+        contradictory.why.critical_path()
 
 
 def test_last_waits_of_1f1b_by_hand() -> None:
@@ -257,7 +257,7 @@ def test_last_waits_agree_with_the_critical_path(options: dict[str, Any]) -> Non
     partial = replace(timeline, start=start, end=end)
     measured = without_costs(timeline, issued=np.maximum(timeline.issue_times - 0.01, 0.0))
     for variant in (timeline, partial, measured):
-        waits, chain = last_waits(variant), variant.critical_path()
+        waits, chain = last_waits(variant), variant.why.critical_path()
         tasks = chain.index.to_numpy()
         assert len(tasks) > 5
         assert waits.task[tasks].tolist() == [-1, *tasks[:-1].tolist()]
@@ -288,7 +288,7 @@ def test_critical_path(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Gaps and durations add up to the makespan, and each link of the chain has its cause."""
     graph, costs = case
     timeline, tasks = ps.simulate(graph, costs), costs.of(graph)
-    chain = timeline.critical_path()
+    chain = timeline.why.critical_path()
     total = math.fsum(chain["gap"]) + math.fsum(chain["end"] - chain["start"])
     assert total == pytest.approx(timeline.makespan, rel=1e-9, abs=1e-9)
     assert chain["end"].iloc[-1] == timeline.makespan

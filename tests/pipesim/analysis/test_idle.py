@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_figures_left")
 
 def causes(timeline: ps.Timeline) -> list[dict[str, float]]:
     """Return the causes that each device has."""
-    rows = timeline.idle_by_cause().to_dict("records")
+    rows = timeline.why.idle_by_cause().to_dict("records")
     return [{str(cause): s for cause, s in row.items() if s} for row in rows]
 
 
@@ -49,7 +49,7 @@ def drawn(timeline: ps.Timeline, durations: dict[str, float]) -> ps.Timeline:
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 2), (3, 2), (3, 5), (5, 8)])
 def test_equal_stages_and_free_transfers(name: str, p: int, m: int) -> None:
     """The bubble is warm-up and cool-down alone: (p-1)(f+b) on each device."""
-    table = run(name, p, m, ps.Costs(1, 2)).idle_by_cause()
+    table = run(name, p, m, ps.Costs(1, 2)).why.idle_by_cause()
     assert list(table.columns) == list(CAUSES)
     assert table.index.tolist() == list(range(p))
     assert table[["warm_up", "cool_down"]].sum(axis=1).tolist() == [(p - 1) * 3] * p
@@ -99,7 +99,7 @@ def test_gaps_sum_to_their_device(name: str, with_costs: bool) -> None:
     assert (lengths > 0).all()
     assert (seconds >= 0).all()
     assert seconds.sum(axis=1) == pytest.approx(lengths)
-    table = timeline.idle_by_cause()
+    table = timeline.why.idle_by_cause()
     for device in range(timeline.n_devices):
         own = seconds[gaps.device == device].sum(axis=0)
         assert own == pytest.approx(table.loc[device].to_numpy(), abs=1e-9)
@@ -130,7 +130,7 @@ def test_latency_and_bandwidth_by_hand() -> None:
 
 def test_latency_in_the_steady_state() -> None:
     """It is latency that delays each round of 1F1B, not the order: the rest is the closed form."""
-    table = run("1f1b", 3, 6, ps.Costs(1, 2, network=ps.Network(latency=0.5))).idle_by_cause()
+    table = run("1f1b", 3, 6, ps.Costs(1, 2, network=ps.Network(latency=0.5))).why.idle_by_cause()
     assert table[["warm_up", "cool_down"]].sum(axis=1).tolist() == [6, 6, 6]
     assert table["latency"].tolist() == [5, 5, 5]
 
@@ -143,7 +143,7 @@ def test_of_several_that_let_go_at_one_moment_the_largest_id_counts() -> None:
         slow, (2, 4, 2), input_grad=slow, weight_grad=slow, output_bytes=1, network=network
     )
     timeline = ps.simulate(ps.lower(ps.schedule("zb_h1", 3, 4)), costs)
-    assert timeline.idle_by_cause()["bandwidth"].round(9).tolist() == [6, 3, 5]
+    assert timeline.why.idle_by_cause()["bandwidth"].round(9).tolist() == [6, 3, 5]
 
 
 def test_latency_that_follows_each_message_is_nobodys_cause() -> None:
@@ -163,7 +163,7 @@ def test_what_shortens_a_gap_shortens_its_sort_first() -> None:
     # 0 | F0 F1 .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. B1 B0
     # 1 | .. .. .. .. F0 F1 .. .. .. .. .. .. .. .. B1 B0 .. .. .. ..
     # 2 | .. .. .. .. .. .. .. .. F0 F0 F1 F1 B1 B0 .. .. .. .. .. ..
-    table = run("gpipe", 3, 2, costs).idle_by_cause()
+    table = run("gpipe", 3, 2, costs).why.idle_by_cause()
     assert table["latency"].tolist() == [12, 12, 12]
     assert table.loc[2, "warm_up"] == 2
 
@@ -184,7 +184,7 @@ def test_a_slow_stage_by_hand() -> None:
 def test_a_slow_stage_is_the_cause_on_every_device(slow: int) -> None:
     """Those that never wait for it directly included, and in proportion to micro-batches."""
     forward = tuple(2.0 if stage == slow else 1.0 for stage in range(4))
-    few, many = (run("1f1b", 4, m, ps.Costs(forward, 2)).idle_by_cause() for m in (8, 28))
+    few, many = (run("1f1b", 4, m, ps.Costs(forward, 2)).why.idle_by_cause() for m in (8, 28))
     others = [device for device in range(4) if device != slow]
     assert (many - few).loc[others, "imbalance"].to_numpy() == pytest.approx(20.0, abs=1e-6)
     assert many.drop(columns="imbalance").sum(axis=1).max() < 12
@@ -205,7 +205,7 @@ def test_contention_by_hand() -> None:
 def test_contention_on_one_copy_stream() -> None:
     """A message behind another on its stream waits as it would for a link."""
     costs = ps.Costs(1, 3, output_bytes=2, network=ps.Network(bandwidth=1))
-    table = run("gpipe", 2, 2, costs).idle_by_cause()
+    table = run("gpipe", 2, 2, costs).why.idle_by_cause()
     # 0 sends F0 at 1..3, F1, which is there at 2, at 3..5.
     # 1 | .. .. .. F0 .. F1 B1 B1 B1 B0 B0 B0
     assert table.loc[1].to_dict() == {
@@ -241,7 +241,7 @@ def test_a_slow_device_among_replicas() -> None:
     noise = ps.Noise(seed=0, slow_devices={1: 2.0})
     for n_replicas, cause in ((3, "straggler"), (2, "straggler"), (1, "imbalance")):
         graph = ps.lower(ps.schedule("1f1b", 2, 8), n_replicas=n_replicas)
-        table = ps.simulate(graph, ps.Costs(1, 2), noise=noise).idle_by_cause()
+        table = ps.simulate(graph, ps.Costs(1, 2), noise=noise).why.idle_by_cause()
         assert table.loc[0, cause] > 12
         assert table.loc[0, {"straggler", "imbalance"}.difference({cause}).pop()] == 0
 
@@ -258,7 +258,7 @@ def test_reductions_of_gradients() -> None:
     assert causes(ps.simulate(graph, priced)) == [{"bandwidth": 7}] * 2
     tasks = costs.of(graph)
     late = np.where((graph.device == 1) & graph.is_op(frozenset({ps.Op.B})), 6.0, tasks.duration)
-    table = ps.simulate(graph, replace(tasks, drawn=late)).idle_by_cause()
+    table = ps.simulate(graph, replace(tasks, drawn=late)).why.idle_by_cause()
     assert table.loc[0, ["straggler", "bandwidth"]].tolist() == [4, 5]
     assert table.sum(axis=1).tolist() == [9, 5]
 
@@ -275,7 +275,7 @@ def test_rows_sum_to_idle(data: st.DataObject) -> None:
     start, end = (t + jitter * random.random(len(graph)) for t in (timeline.start, timeline.end))
     recorded = costs if data.draw(st.booleans()) else None
     timeline = ps.Timeline(graph, start, np.maximum(start, end), timeline.nbytes, recorded)
-    table = timeline.idle_by_cause()
+    table = timeline.why.idle_by_cause()
     assert (table.sum(axis=1) == timeline.idle).all()
     assert (table.to_numpy()[:, ::-1].sum(axis=1) == timeline.idle).all()
     assert (table[timeline.idle >= 0] >= 0).all(axis=None)
@@ -305,7 +305,7 @@ def test_what_costs_nothing_is_no_cause(case: tuple[ps.TaskGraph, ps.Costs], cau
         },
     }
     timeline = ps.simulate(graph, replace(costs, **without[cause]))
-    largest = timeline.idle_by_cause().max()
+    largest = timeline.why.idle_by_cause().max()
     assert largest[[cause, "straggler"]].max() <= 1e-9 * timeline.makespan
 
 
@@ -320,7 +320,7 @@ def test_segments_of_a_slow_stage_are_no_stragglers(engine: ps.Engine) -> None:
     graph = ps.lower(schedule, expert_layers=(0, 1, 1))
     timeline = ps.simulate(graph, in_segments, engine=engine)
     assert timeline.makespan == pytest.approx(plain.makespan)
-    table, expected = (x.idle_by_cause().to_numpy() for x in (timeline, plain))
+    table, expected = (x.why.idle_by_cause().to_numpy() for x in (timeline, plain))
     assert table == pytest.approx(expected)
 
 
@@ -332,9 +332,9 @@ def test_compiled_and_plain() -> None:
     graph = ps.lower(ps.schedule("1f1b", 3, 6), n_replicas=2)
     timeline = ps.simulate(graph, costs, noise=ps.Noise(seed=1, task=ps.LogNormal(0.1)))
     with as_python():
-        plain = timeline.idle_by_cause()
+        plain = timeline.why.idle_by_cause()
     with compiled():
-        assert timeline.idle_by_cause().equals(plain)
+        assert timeline.why.idle_by_cause().equals(plain)
 
 
 def test_shares_sum_to_the_bubble() -> None:
@@ -353,8 +353,8 @@ def test_tasks_that_overlap() -> None:
         start = np.array([0.0, 1.0, 2.0, 4.0])
         timeline = ps.Timeline(whole.graph, start, np.array(ends, dtype=np.float64))
         assert timeline.idle.tolist() == [idle]
-        assert timeline.idle_by_cause().to_numpy().sum() == idle
-        assert timeline.idle_by_cause()["host"].tolist() == [max(idle, 0)]
+        assert timeline.why.idle_by_cause().to_numpy().sum() == idle
+        assert timeline.why.idle_by_cause()["host"].tolist() == [max(idle, 0)]
 
 
 def test_a_partial_timeline_is_refused() -> None:
@@ -363,7 +363,7 @@ def test_a_partial_timeline_is_refused() -> None:
     end = whole.end.copy()
     end[-2:] = np.nan
     with pytest.raises(TimelineError, match=r"'gpipe' is partial: 2 of 16 tasks did not run"):
-        ps.Timeline(whole.graph, whole.start, end).idle_by_cause()
+        ps.Timeline(whole.graph, whole.start, end).why.idle_by_cause()
 
 
 # Chains that meet many tasks before their gap.
@@ -404,7 +404,7 @@ def test_a_long_pipeline_by_a_walk() -> None:
     network = ps.Network(latency=0.125, bandwidth=4)
     timeline = run("1f1b", 16, 220, ps.Costs(1, 2, output_bytes=1, network=network))
     assert len(timeline) > 20_000
-    assert (timeline.idle_by_cause().sum(axis=1) == timeline.idle).all()
+    assert (timeline.why.idle_by_cause().sum(axis=1) == timeline.idle).all()
     gaps, seconds = causes_of_gaps(timeline)
     assert (seconds.sum(axis=1) == gaps.until - gaps.since).all()
     chain, n_steps = make_chain(timeline), []
@@ -445,8 +445,8 @@ def test_bars_are_as_long_as_their_causes() -> None:
     """Stacked from 0 in the order of the legend, device 0 on top; causes that are not have none."""
     timeline = run("1f1b", 3, 6, ps.Costs((1, 1, 2), 2, network=ps.Network(latency=0.5)))
     ax = Figure(figsize=(7.16, 2.0), layout="constrained").add_subplot()
-    assert timeline.plot_idle(ax=ax, unit="s", title="1f1b") is ax
-    table = timeline.idle_by_cause()
+    assert timeline.plot.idle(ax=ax, unit="s", title="1f1b") is ax
+    table = timeline.why.idle_by_cause()
     shown = [cause for cause in Cause if table[CAUSES[cause]].any()]
     legend = ax.get_legend()
     assert legend is not None
@@ -472,7 +472,7 @@ def test_every_cause_looks_different() -> None:
 
 
 def test_a_figure_without_a_bubble() -> None:
-    ax = run("gpipe", 1, 2, ps.Costs(1, 2)).plot_idle()
+    ax = run("gpipe", 1, 2, ps.Costs(1, 2)).plot.idle()
     assert not ax.patches
     assert ax.get_legend() is None
 
@@ -481,8 +481,8 @@ def test_a_figure_without_a_bubble() -> None:
     ("call", "error", "message"),
     [
         (lambda t: plot.idle(t.graph), ArgumentError, "no Timeline"),
-        (lambda t: t.plot_idle(ax=plt), ArgumentError, "ax must be a matplotlib Axes"),
-        (lambda t: t.plot_idle(unit="hours"), UnknownNameError, "unit of time 'hours'"),
+        (lambda t: t.plot.idle(ax=plt), ArgumentError, "ax must be a matplotlib Axes"),
+        (lambda t: t.plot.idle(unit="hours"), UnknownNameError, "unit of time 'hours'"),
     ],
 )
 def test_mistakes_are_named(call: Any, error: type[Exception], message: str) -> None:
@@ -531,7 +531,7 @@ def test_overlapped_actions_are_nobodys_fault() -> None:
     graph = ps.lower(ps.schedule("dualpipe", 4, 8))
     network = ps.Network(latency=0.25)
     costs = ps.Costs(1, input_grad=1, weight_grad=1, overlapped=2.5, network=network)
-    table = ps.simulate(graph, costs).idle_by_cause()
+    table = ps.simulate(graph, costs).why.idle_by_cause()
     assert not table[["imbalance", "straggler", "bandwidth", "contention", "host"]].any(axis=None)
     assert (table["latency"] > 0).all()
 
@@ -540,7 +540,7 @@ def test_reductions_without_bandwidth_are_latency() -> None:
     """Over endless bandwidth an all-reduce is its latencies."""
     graph = ps.lower(ps.schedule("1f1b", 2, 2), n_replicas=2)
     costs = ps.Costs(1, 2, optimizer_step=1, parameter_bytes=4, network=ps.Network(latency=0.5))
-    table = ps.simulate(graph, costs).idle_by_cause()
+    table = ps.simulate(graph, costs).why.idle_by_cause()
     assert not table["bandwidth"].any()
     slow = ps.Network(latency=0.5, bandwidth=1.0)
-    assert ps.simulate(graph, replace(costs, network=slow)).idle_by_cause()["bandwidth"].all()
+    assert ps.simulate(graph, replace(costs, network=slow)).why.idle_by_cause()["bandwidth"].all()

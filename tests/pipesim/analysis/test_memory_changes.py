@@ -45,7 +45,7 @@ def table_of(
 ) -> dict[str, tuple[float, float, bool]]:
     """Return makespan, peak memory and fit of each change, by its text."""
     timeline = predict_timeline(ps.lower(schedule, **lowering), costs, memory_limit=limit)
-    table = timeline.changes_that_fit(every=every)
+    table = timeline.memory.changes_that_fit(every=every)
     assert list(table.columns) == ["change", "makespan", "relative", "peak_memory", "fits"]
     assert np.allclose(table["relative"] * timeline.makespan, table["makespan"])
     fitting = table[table["fits"]]
@@ -58,7 +58,7 @@ def table_of(
 def simulated(graph: ps.TaskGraph, costs: ps.Costs, limit: float) -> tuple[float, float, bool]:
     """Return what a row of the table should have."""
     timeline = predict_timeline(graph, costs)
-    peak = float(timeline.peak_memory.max())
+    peak = float(timeline.memory.peak.max())
     return timeline.makespan, peak, peak <= limit
 
 
@@ -161,7 +161,7 @@ def test_experts_on_more_gpus(segments: bool) -> None:
 
     limit = simulated(graph(2), costs(2), 0)[1]
     timeline = predict_timeline(graph(1), costs(1), memory_limit=limit)
-    table = timeline.changes_that_fit(every=True).set_index("change")
+    table = timeline.memory.changes_that_fit(every=True).set_index("change")
     row = table.loc["expert_parallel=2"]
     assert (row["makespan"], row["peak_memory"], row["fits"]) == simulated(
         graph(2), costs(2), limit
@@ -255,10 +255,10 @@ def test_advice_where_no_change_fits(n_replicas: int) -> None:
     graph = ps.lower(ps.schedule("gpipe", 2, 2), **sharded)
     with pytest.warns(MemoryLimitWarning) as caught:
         timeline = ps.simulate(graph, costs, memory_limit=limit)
-    assert f"; {text}; timeline.changes_that_fit()" in str(caught[0].message)
-    table = timeline.changes_that_fit()
+    assert f"; {text}; timeline.memory.changes_that_fit()" in str(caught[0].message)
+    table = timeline.memory.changes_that_fit()
     assert (len(table), table.attrs["advice"]) == (0, text)
-    roomy = predict_timeline(graph, costs, memory_limit=14.5).changes_that_fit()
+    roomy = predict_timeline(graph, costs, memory_limit=14.5).memory.changes_that_fit()
     assert roomy.attrs["advice"] == "", "recompute leaves one micro-batch, too many bytes"
 
 
@@ -333,7 +333,7 @@ def test_warning_names_changes_of_small_graphs() -> None:
     with pytest.warns(MemoryLimitWarning) as caught:
         timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), COSTS, memory_limit=15)
     assert str(caught[0].message).endswith(
-        "; timeline.changes_that_fit() simulates changes that would fit, such as "
+        "; timeline.memory.changes_that_fit() simulates changes that would fit, such as "
         "lower(recompute='always') (makespan +22.2%)"
     )
     with pytest.warns(MemoryLimitWarning, match=r"simulates changes that would fit$"):
@@ -342,20 +342,20 @@ def test_warning_names_changes_of_small_graphs() -> None:
         ps.simulate(ps.lower(ps.schedule("gpipe", 8, 32)), COSTS, memory_limit=15)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not timeline.changes_that_fit().empty
-        assert len(timeline.changes_that_fit(quick=True)) == 1
+        assert not timeline.memory.changes_that_fit().empty
+        assert len(timeline.memory.changes_that_fit(quick=True)) == 1
         tight = replace(timeline, limits=12.5)
-        assert not tight.changes_that_fit().empty
-        assert tight.changes_that_fit(quick=True).empty, "two changes are needed"
+        assert not tight.memory.changes_that_fit().empty
+        assert tight.memory.changes_that_fit(quick=True).empty, "two changes are needed"
 
 
 def test_simulations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out is counted."""
     timeline = predict_timeline(ps.lower(ps.schedule("gpipe", 2, 2)), COSTS, memory_limit=15)
-    everything = timeline.changes_that_fit(every=True)
+    everything = timeline.memory.changes_that_fit(every=True)
     assert everything.attrs["n_untried"] == 0
     monkeypatch.setattr(memory_changes, "MOST_TASKS", 3 * len(timeline.graph))
-    few = timeline.changes_that_fit(every=True)
+    few = timeline.memory.changes_that_fit(every=True)
     assert few.attrs["n_untried"] > 0
     assert len(few) < len(everything)
 
@@ -365,17 +365,17 @@ def test_what_is_needed(tmp_path: Path) -> None:
     graph = ps.lower(ps.schedule("gpipe", 2, 2))
     timeline = predict_timeline(graph, COSTS, memory_limit=15)
     with pytest.raises(TimelineError, match=r"has no memory limit.*memory_limit="):
-        predict_timeline(graph, COSTS).changes_that_fit()
+        predict_timeline(graph, COSTS).memory.changes_that_fit()
     with pytest.raises(TimelineError, match="has no costs"):
-        replace(timeline, costs=None).changes_that_fit()
+        replace(timeline, costs=None).memory.changes_that_fit()
     timeline.save(tmp_path / "timeline.csv")
     loaded = replace(ps.Timeline.load(tmp_path / "timeline.csv", costs=COSTS), limits=15)
     with pytest.raises(TimelineError, match=r"is not from pipesim\.lower"):
-        loaded.changes_that_fit()
+        loaded.memory.changes_that_fit()
     with pytest.warns(MemoryLimitWarning, match=r"lower\(schedule\) makes graphs for which"):
         ps.simulate(loaded.graph, COSTS, memory_limit=15)
     with pytest.raises(ArgumentError, match="every must be True or False"):
-        timeline.changes_that_fit(every="no")  # type: ignore[arg-type]
+        timeline.memory.changes_that_fit(every="no")  # type: ignore[arg-type]
 
 
 @given(graphs())

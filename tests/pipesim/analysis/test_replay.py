@@ -203,13 +203,16 @@ def test_critical_path_and_idle_time() -> None:
     """As the run with its costs has them; and a moment between issue and start changes nothing."""
     _, ran = late_run()
     own = ps.simulate(ran.graph, ps.Costs(1, 1, launch=1))
-    assert ran.critical_path()["waited_for"].tolist() == own.critical_path()["waited_for"].tolist()
-    assert ran.critical_path()["waited_for"].iloc[0] == "host"
+    assert (
+        ran.why.critical_path()["waited_for"].tolist()
+        == own.why.critical_path()["waited_for"].tolist()
+    )
+    assert ran.why.critical_path()["waited_for"].iloc[0] == "host"
     priced = replace(ran, costs=ps.Costs(1, 1))  # what is recorded counts, not the costs' launch
-    assert priced.idle_by_cause().equals(own.idle_by_cause())
+    assert priced.why.idle_by_cause().equals(own.why.idle_by_cause())
     assert ran.issued is not None
     a_moment_before = replace(ran, issued=np.maximum(ran.issued - 1e-3, 0.0))
-    assert a_moment_before.critical_path()["waited_for"].iloc[0] == "host"
+    assert a_moment_before.why.critical_path()["waited_for"].iloc[0] == "host"
 
 
 def test_buckets_that_were_issued_late() -> None:

@@ -65,7 +65,7 @@ def test_simulate_prints_what_the_timeline_says(capsys: pytest.CaptureFixture[st
             timeline.busy[device] * 1e3,
             timeline.idle[device] * 1e3,
             timeline.utilization[device] * 100,
-            timeline.peak_memory[device] / 2**30,
+            timeline.memory.peak[device] / 2**30,
         ]
         got = [float(cell.rstrip("%")) for cell in row[1:]]
         assert got == pytest.approx(expected, rel=1e-3)
@@ -337,7 +337,7 @@ def test_every_cost_has_a_flag(
     expected = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 3), recompute="always"), costs)
     assert same_times(ps.Timeline.load(path), expected)
     peaks = [float(row[-1]) for row in rows(out)[-2:]]
-    assert peaks == pytest.approx(expected.peak_memory / 2**30, abs=1e-9)
+    assert peaks == pytest.approx(expected.memory.peak / 2**30, abs=1e-9)
 
 
 def test_option_goes_to_the_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -593,7 +593,7 @@ def test_stages_share_the_costs_of_a_device(
     for timeline in written.values():
         assert timeline.busy == pytest.approx([8 * 3e-3] * 4)
         assert timeline.makespan > (1 + 0.058) * 8 * 3e-3  # the lowest bubble without messages
-        assert timeline.peak_memory.max() > 0
+        assert timeline.memory.peak.max() > 0
 
 
 @pytest.mark.parametrize(

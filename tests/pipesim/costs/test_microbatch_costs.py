@@ -63,20 +63,20 @@ def test_memory_of_two_lengths_by_hand() -> None:
     """Device 0 of 1F1B holds micro-batches 0 and 1, then 1 and 2; stage 1 one at a time."""
     costs = ps.Costs(1, 1, activation_bytes=[[5, 7, 1]], forward_workspace_bytes=[[0, 0, 9]])
     timeline = ps.simulate(lowered("1f1b", 2, 3), costs)
-    assert timeline.peak_memory.tolist() == [17, 10]  # 7 + 1 + 9; 1 + 9
+    assert timeline.memory.peak.tolist() == [17, 10]  # 7 + 1 + 9; 1 + 9
     rows = timeline.memory()
     first = rows[rows["device"] == 0]
     assert first["nbytes"].tolist() == [0, 5, 5, 12, 12, 12, 7, 17, 8, 8, 1, 1, 0, 0, 0]
-    assert timeline.memory_breakdown().loc[0, "activations"] == 8
-    assert timeline.memory_breakdown().loc[0, "workspace"] == 9
+    assert timeline.memory.breakdown().loc[0, "activations"] == 8
+    assert timeline.memory.breakdown().loc[0, "workspace"] == 9
 
 
 def test_recomputed_and_evaluated_inputs_have_their_own_bytes() -> None:
     costs = ps.Costs(1, 1, activation_bytes=[[8, 16]], output_bytes=[[1, 2]])
     graph = lowered("gpipe", 2, 2, recompute="always")
-    assert ps.simulate(graph, costs).peak_memory.tolist() == [16, 1 + 16]
+    assert ps.simulate(graph, costs).memory.peak.tolist() == [16, 1 + 16]
     evaluation = lowered("gpipe", 2, 2, forward_only=True)
-    assert ps.simulate(evaluation, costs).peak_memory.tolist() == [2, 2]
+    assert ps.simulate(evaluation, costs).memory.peak.tolist() == [2, 2]
 
 
 def test_replicas_may_have_other_microbatches() -> None:
@@ -105,7 +105,7 @@ def test_equal_values_are_one_value(data: st.DataObject) -> None:
     expected, timeline = ps.simulate(graph, one), ps.simulate(graph, several)
     assert (timeline.start == expected.start).all()
     assert (timeline.end == expected.end).all()
-    assert (timeline.peak_memory == expected.peak_memory).all()
+    assert (timeline.memory.peak == expected.memory.peak).all()
 
 
 def test_files_keep_them(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_versions_of_weights() -> None:
     split = ps.lower(ps.schedule("zb_h1", 4, 12).with_updates(12, "stashed"))
     assert weight_versions(split).tolist() == [[4] * 4]  # until W, which the last stages put off
     costs = ps.Costs(forward=1, backward=2, parameter_bytes=10, optimizer_bytes=3)
-    held = ps.simulate(stashed, costs).peak_memory  # parameters, one gradient, the optimizer
+    held = ps.simulate(stashed, costs).memory.peak  # parameters, one gradient, the optimizer
     assert held.tolist() == [53, 43, 33, 23]
 
 

@@ -85,7 +85,7 @@ def test_longest_path_is_the_critical_path(name: str) -> None:
         directed.edges[earlier, later]["seconds"] = seconds[earlier]
     path = nx.dag_longest_path(directed, weight="seconds")
     assert float(seconds[path].sum()) == timeline.makespan
-    critical = timeline.critical_path()
+    critical = timeline.why.critical_path()
     assert float(np.sum(critical["end"] - critical["start"])) == timeline.makespan
     assert all(directed.has_edge(*pair) for pair in itertools.pairwise(path))
 

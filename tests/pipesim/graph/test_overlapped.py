@@ -83,7 +83,7 @@ def test_default_is_the_sum(schedule: ps.Schedule) -> None:
 def test_memory(schedule: ps.Schedule) -> None:
     """It takes the forward's activations at its start, and gives the backward's back at its end."""
     costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
-    assert ps.simulate(ps.lower(schedule), costs).peak_memory.tolist() == [3, 2]
+    assert ps.simulate(ps.lower(schedule), costs).memory.peak.tolist() == [3, 2]
 
 
 def test_recompute_comes_before_both_halves(schedule: ps.Schedule) -> None:

@@ -249,7 +249,7 @@ def test_recomputed_forwards_keep_what_skips_bring() -> None:
         timeline = ps.simulate(unet(1 + 2, 1, recompute="always", portals=portals), price)
         memory = timeline.memory()
         assert [memory[memory["device"] == d]["nbytes"].iloc[1] for d in range(3)] == kept
-        assert timeline.peak_memory.tolist() == [10, 10, 10]
+        assert timeline.memory.peak.tolist() == [10, 10, 10]
 
 
 def test_replicas_and_paths_have_skips_of_their_own() -> None:
@@ -278,7 +278,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         assert loaded.graph.portals is portals
         assert (loaded.start == timeline.start).all()
         assert (loaded.nbytes == price.of(loaded.graph).nbytes).all()
-        assert loaded.critical_path().equals(timeline.critical_path())
+        assert loaded.why.critical_path().equals(timeline.why.critical_path())
     with pytest.raises(TimelineError, match=r"line 5 .* has no valid peer_stage"):
         break_file(tmp_path / "timeline.csv", "peer_stage", 3, 9)
 
@@ -335,9 +335,9 @@ def test_what_explains_a_timeline_knows_skips() -> None:
     parts = ps.Comparison(predicted=slow, measured=fast).error_parts()
     assert parts["transfers"] == slow.makespan - fast.makespan == parts.sum()
     assert ps.replay(slow).makespan == slow.makespan
-    causes = slow.idle_by_cause()
-    assert causes["bandwidth"].sum() > fast.idle_by_cause()["bandwidth"].sum()
-    assert "SEND_F" in slow.critical_path()["op"].tolist()
+    causes = slow.why.idle_by_cause()
+    assert causes["bandwidth"].sum() > fast.why.idle_by_cause()["bandwidth"].sum()
+    assert "SEND_F" in slow.why.critical_path()["op"].tolist()
 
 
 def test_plots_show_which() -> None:

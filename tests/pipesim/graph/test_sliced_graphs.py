@@ -119,7 +119,7 @@ def test_memory() -> None:
         0 | F0 F1 F2 .. B1 F3 B0 .. B3 B2
         1 | .. F0 F1 B1 F2 B0 F3 B3 B2 ..
     """)
-    assert timeline.peak_memory.tolist() == [15, 10]
+    assert timeline.memory.peak.tolist() == [15, 10]
     memory = timeline.memory()
     own = memory[memory["device"] == 0] if "device" in memory else memory.loc[[0]]
     held = dict(zip(own["time"], own["nbytes"], strict=True))  # the last of each moment
@@ -135,9 +135,9 @@ def test_slices_hold_less_than_whole_sequences() -> None:
     chunks = ps.simulate(
         ps.lower(ps.schedule("slimpipe", 4, 16)), ps.Costs(0.5, 1, activation_bytes=0.5)
     )
-    assert whole.peak_memory.max() == 16
-    assert sliced.peak_memory.max() == 7
-    assert chunks.peak_memory.max() == 4 + 1.5
+    assert whole.memory.peak.max() == 16
+    assert sliced.memory.peak.max() == 7
+    assert chunks.memory.peak.max() == 4 + 1.5
     assert whole.makespan == 7 * 12
     assert sliced.makespan == 19 * 3
     assert chunks.makespan == 35 * 1.5
@@ -162,7 +162,7 @@ def test_idle_times_sum_to_their_device(name: str) -> None:
         ps.lower(ps.schedule(name, 3, 6, n_slices=3)),
         ps.Costs(1, 2, output_bytes=1, network=ps.Network(latency=0.25, bandwidth=4)),
     )
-    causes = timeline.idle_by_cause()
+    causes = timeline.why.idle_by_cause()
     total = timeline.makespan - timeline.frame.query("stream == 'compute'").groupby("device")[
         ["start", "end"]
     ].sum().eval("end - start")

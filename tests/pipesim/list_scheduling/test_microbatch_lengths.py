@@ -60,7 +60,7 @@ def test_a_short_one_fits_beside_a_long_one() -> None:
         0 | F0 F0 F0 F2 .. .. .. .. .. B0 B0 B0 B2 F1 F1 .. .. .. .. B1 B1
         1 | .. .. .. F0 F0 F0 B0 B0 B0 F2 B2 .. .. .. .. F1 F1 B1 B1 .. ..
     """)
-    assert timeline.peak_memory.tolist() == [4, 3]
+    assert timeline.memory.peak.tolist() == [4, 3]
 
 
 @given(st.data())
@@ -85,7 +85,7 @@ def test_orders_run_and_keep_the_limit_of_each_micro_batch(data: st.DataObject) 
                            in_flight=in_flight, patience=draws.choice([0, 1]))  # fmt: skip
     assert len(schedule) == 3 * placement.n_stages * m
     timeline = ps.simulate(ps.lower(schedule, step="none"), costs)
-    assert (timeline.peak_memory <= limits + 1e-9).all()
+    assert (timeline.memory.peak <= limits + 1e-9).all()
 
 
 @given(st.data())
@@ -147,4 +147,4 @@ def test_named_schedules_keep_the_limit_for_the_largest_bytes() -> None:
     schedule = ps.schedule("zb_1p", 2, 4, costs=costs, memory_limit=8)
     for order in ([0, 1, 2, 3], [3, 1, 2, 0]):
         graph = ps.lower(schedule.with_microbatch_order(order), step="none")
-        assert (ps.simulate(graph, costs).peak_memory <= 8).all()
+        assert (ps.simulate(graph, costs).memory.peak <= 8).all()

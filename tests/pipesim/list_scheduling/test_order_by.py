@@ -20,7 +20,7 @@ import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, CostsWarning, UnknownNameError
 from pipesim.list_scheduling.order_by import PRIORITIES
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.memory_limit import reserved_memory
+from pipesim.timeline.memory import reserved_memory
 
 counts = st.integers(1, 9)
 
@@ -161,7 +161,7 @@ def test_memory_stays_within_the_limit(data: st.DataObject) -> None:
         priority=data.draw(st.builds(scrambled)),
         activation_limit=limits,
     )
-    assert (run_schedule(schedule, prices).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
+    assert (run_schedule(schedule, prices).memory.peak <= np.array(limits) * (1 + 1e-9)).all()
 
 
 @given(st.data())

@@ -68,7 +68,7 @@ def test_work_around_exchanges_competes_with_compute() -> None:
         1            | .. .. .. .. .. .. .. .. F0 B0 .. .. ST .. .. ..
         1 collective | .. .. .. .. .. .. .. .. .. .. RG RG .. .. .. ..
     """)
-    assert timeline.idle_by_cause()["straggler"].max() == 0  # G is no slow V
+    assert timeline.why.idle_by_cause()["straggler"].max() == 0  # G is no slow V
     back = ps.Costs.from_timeline(timeline)
     assert (back.dispatch, back.reorder, back.reorder_gradients) == ((1, 0), (1, 0), (2, 0))
     doubled = back.scaled(2)

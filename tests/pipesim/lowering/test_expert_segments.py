@@ -161,7 +161,7 @@ def test_memory_is_that_of_whole_tasks() -> None:
     for name, options in cases:
         graph = lowered(name, 2, 4, **options)
         whole = lowered(name, 2, 4, **options, expert_layers=())
-        peaks = [ps.simulate(x, costs).peak_memory.tolist() for x in (graph, whole)]
+        peaks = [ps.simulate(x, costs).memory.peak.tolist() for x in (graph, whole)]
         assert peaks[0] == peaks[1]
 
 

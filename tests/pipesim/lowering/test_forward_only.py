@@ -130,13 +130,13 @@ def test_memory_of_two_stages() -> None:
     rows = {d: list(zip(x.time, x.nbytes, strict=True)) for d, x in held.groupby("device")}
     assert rows[0] == [(0, 50), (0, 61), (2, 58), (2, 69), (4, 66), (6, 58), (10, 50)]
     assert rows[1] == [(0, 50), (2, 58), (6, 69 - 8), (6, 69), (8, 58), (10, 61), (12, 50)]
-    assert timeline.peak_memory.tolist() == [69, 69]
-    breakdown = timeline.memory_breakdown()
+    assert timeline.memory.peak.tolist() == [69, 69]
+    breakdown = timeline.memory.breakdown()
     assert breakdown.activations.tolist() == [16, 16]
     assert breakdown.optimizer.tolist() == [0, 0]
-    assert ps.simulate(graph, costs, memory_limit=69).fits
+    assert ps.simulate(graph, costs, memory_limit=69).memory.fits
     with pytest.warns(MemoryLimitWarning, match="needs 69"):
-        assert not ps.simulate(graph, costs, memory_limit=68).fits
+        assert not ps.simulate(graph, costs, memory_limit=68).memory.fits
 
 
 #: Evaluations of outputs alone: nothing that gathers parameters or exchanges tokens.
@@ -189,9 +189,9 @@ def test_memory_of_skips_and_stages_on_one_device() -> None:
     costs = ps.Costs(forward=1, backward=1, input_grad=1, weight_grad=1, skip_bytes=10,
                      output_bytes=1)  # fmt: skip
     with_skip = ps.simulate(ps.lower(schedule, skips=[(0, 3)], forward_only=True), costs)
-    assert with_skip.peak_memory.tolist() == [21, 3]
+    assert with_skip.memory.peak.tolist() == [21, 3]
     without = ps.simulate(ps.lower(schedule, forward_only=True), replace(costs, skip_bytes=None))
-    assert without.peak_memory.tolist() == [1, 3]
+    assert without.memory.peak.tolist() == [1, 3]
     for timeline in (with_skip, without):
         assert (timeline.memory().groupby("device").nbytes.last() == 0).all()
 
@@ -200,11 +200,11 @@ def test_idle_time_before_the_first_and_after_the_last_forward() -> None:
     """A device fills until its first F, and drains after its last."""
     graph = ps.lower(ps.schedule("1f1b", 3, 4), forward_only=True)
     timeline = ps.simulate(graph, ps.Costs(forward=1, backward=2))
-    causes = timeline.idle_by_cause()
+    causes = timeline.why.idle_by_cause()
     assert causes["warm_up"].tolist() == [0, 1, 2]
     assert causes["cool_down"].tolist() == [2, 1, 0]
-    assert timeline.makespan == timeline.lower_bound == 6
-    assert timeline.gap == 0
+    assert timeline.makespan == timeline.why.lower_bound == 6
+    assert timeline.why.gap == 0
 
 
 def test_lowered_again_and_from_a_file(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_lowered_again_and_from_a_file(tmp_path: Path) -> None:
     timeline.save(path)
     loaded = ps.Timeline.load(path, costs=costs)
     assert loaded.graph.forward_only
-    assert loaded.peak_memory.tolist() == timeline.peak_memory.tolist()
+    assert loaded.memory.peak.tolist() == timeline.memory.peak.tolist()
     text = path.read_text().splitlines()
     path.write_text("\n".join(text[:-1]) + "\n")
     with pytest.raises(TimelineError, match="is missing"):

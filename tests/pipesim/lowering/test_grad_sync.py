@@ -315,7 +315,7 @@ def test_buckets_come_no_later(p: int, m: int, backward: int, nbytes: int) -> No
 
 def test_critical_path_goes_through_a_part_of_the_backward() -> None:
     """Up to where the bucket was made; the other tasks touch."""
-    path = simulate(1, 2, grad_sync="bucketed", n_buckets=2).critical_path()
+    path = simulate(1, 2, grad_sync="bucketed", n_buckets=2).why.critical_path()
     assert path["op"].tolist() == ["F", "F", "B", "B", "REDUCE_GRAD", "REDUCE_GRAD", "STEP"]
     assert path["gap"].tolist() == [0, 0, 0, 0, -2, 0, 0]
     assert path["waited_for"].tolist()[4] in ("dependency", "group")
@@ -325,7 +325,7 @@ def test_critical_path_goes_through_a_part_of_the_backward() -> None:
 def test_idle_time_is_what_reductions_outlast_the_backward() -> None:
     """Two of the four seconds are beside it."""
     timeline = simulate(1, 2, grad_sync="bucketed", n_buckets=2)
-    idle = timeline.idle_by_cause()
+    idle = timeline.why.idle_by_cause()
     assert idle["bandwidth"].tolist() == [2, 2]
     assert idle.sum(axis=1).tolist() == timeline.idle.tolist() == [2, 2]
 
@@ -404,7 +404,7 @@ def test_sharded_optimizer() -> None:
         0 collective | .. .. .. .. .. .. .. .. .. .. RG RG .. US US
     """)
     whole = simulate(1, 2, costs)
-    assert (whole.peak_memory - timeline.peak_memory).tolist() == [4, 4]
+    assert (whole.memory.peak - timeline.memory.peak).tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -548,13 +548,13 @@ def test_gradients_of_their_own_size() -> None:
     )
     graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, shard_optimizer=True)
     timeline = ps.simulate(graph, costs)
-    assert timeline.peak_memory.tolist() == [8 + 16 + 24 / 2] * 2
+    assert timeline.memory.peak.tolist() == [8 + 16 + 24 / 2] * 2
     seconds = timeline.frame.groupby("op")[["start", "end"]].apply(
         lambda rows: (rows["end"] - rows["start"]).iloc[0]
     )
     assert (seconds["REDUCE_GRAD"], seconds["UNSHARD"]) == (16 / 2, 8 / 2)
     whole = ps.simulate(ps.lower(ps.schedule("gpipe", 1, 2)), costs)
-    assert whole.peak_memory.tolist() == [8 + 16 + 24]
+    assert whole.memory.peak.tolist() == [8 + 16 + 24]
     same = ps.Costs(1, 2, parameter_bytes=8)
     assert same.per_stage("gradient_bytes", 1).tolist() == [8]
 

@@ -72,14 +72,14 @@ def test_grid_of_one_device() -> None:
     # start, B gives them back at its end.
     held = timeline.memory().groupby("time")["nbytes"].last()
     assert held.to_dict() == {0: 4, 1: 8, 2: 8, 3: 8, 4: 8, 6: 8, 8: 8, 10: 4, 12: 0}
-    assert timeline.peak_memory.tolist() == [8]
-    assert ps.simulate(ps.lower(FILL_AND_DRAIN), COSTS).peak_memory.tolist() == [16]
+    assert timeline.memory.peak.tolist() == [8]
+    assert ps.simulate(ps.lower(FILL_AND_DRAIN), COSTS).memory.peak.tolist() == [16]
     # An OFFLOAD takes host memory at its start, a RELOAD gives it back at its end.
-    host = timeline.host_memory()
+    host = timeline.memory.host()
     assert list(zip(host["time"], host["nbytes"], strict=True)) == [
         (0, 0), (1, 4), (2, 8), (3, 12), (5, 8), (7, 4), (9, 0)
     ]  # fmt: skip
-    assert timeline.peak_host_memory.tolist() == [12]
+    assert timeline.memory.peak_host.tolist() == [12]
 
 
 def test_slow_copies_delay_backwards() -> None:
@@ -90,7 +90,7 @@ def test_slow_copies_delay_backwards() -> None:
         (9, 13), (13, 17), (17, 21), (21, 25)
     ]  # fmt: skip
     assert timeline.makespan == 27
-    causes = timeline.idle_by_cause().loc[0]
+    causes = timeline.why.idle_by_cause().loc[0]
     assert causes.sum() == pytest.approx(27 - 12)
     # The chain of waits has four copies whole, 1 s of latency each, of which 15 s were idle.
     assert set(causes[causes > 0].index) <= {"bandwidth", "latency", "schedule_order", "cool_down"}
@@ -155,12 +155,12 @@ def test_table_of_pipeoffload(d: int, v: int) -> None:
     work = 2 * d * v * 3
     timeline = ps.simulate(ps.lower(ps.schedule("1f1b", d, 2 * d)), whole)
     assert timeline.makespan - work == v * (d - 1) * 3
-    assert timeline.peak_memory.max() == d
+    assert timeline.memory.peak.max() == d
     schedule = ps.schedule("interleaved_1f1b", d, 2 * d, n_chunks=v)
     for offload, most in (("none", (v + 1) / v), ("longest:0.5", (v + 1) / (2 * v))):
         timeline = ps.simulate(ps.lower(schedule, offload=offload), chunk)
         assert timeline.makespan - work == pytest.approx((d - 1) * 3)
-        assert timeline.peak_memory.max() <= most * d
+        assert timeline.memory.peak.max() <= most * d
 
 
 def test_stages_differ() -> None:
@@ -218,7 +218,7 @@ def test_gpus_of_one_switch_share_a_link() -> None:
     first = np.flatnonzero((graph.op == Op.OFFLOAD) & (graph.microbatch == 0))
     assert own.start[first].tolist() == [1, 1]
     assert shared.start[first].tolist() == [1, 2]
-    assert shared.idle_by_cause().loc[1, "contention"] >= 0
+    assert shared.why.idle_by_cause().loc[1, "contention"] >= 0
 
 
 # Costs
@@ -230,7 +230,7 @@ def test_measured_seconds_and_bytes() -> None:
     costs = ps.Costs(1, 2, activation_bytes=4, offload=0.25, reload=0.5, offload_bytes=3)
     timeline = ps.simulate(graph, costs)
     assert times(timeline, "0OFFLOAD0", "0RELOAD2") == [(1, 1.25), (4, 4.5)]
-    assert timeline.peak_memory.tolist() == [1 + 1 + 4 + 4]  # as F3 starts, O2 has not ended
+    assert timeline.memory.peak.tolist() == [1 + 1 + 4 + 4]  # as F3 starts, O2 has not ended
     copies = graph.kinds.is_op(COPIES)
     assert copied_bytes(graph, costs)[copies].tolist() == [3, 3]
     more = replace(costs, offload_bytes=5)
@@ -266,7 +266,7 @@ def test_timeline_files(tmp_path: Path) -> None:
     loaded = ps.Timeline.load(tmp_path / "timeline.csv", costs=COSTS)
     assert loaded.graph.prefetch == 2
     assert loaded.graph.offload_shares.tolist() == [0.5, 0.25]
-    assert (loaded.peak_memory == timeline.peak_memory).all()
+    assert (loaded.memory.peak == timeline.memory.peak).all()
     assert (loaded.graph.dependencies.values == graph.dependencies.values).all()
     ps.simulate(ps.lower(ps.schedule("gpipe", 2, 4)), COSTS).save(tmp_path / "plain.csv")
     assert "prefetch" not in (tmp_path / "plain.csv").read_text().splitlines()[0]
@@ -358,7 +358,7 @@ def test_engines_agree_and_keep_the_rules(case: tuple[ps.TaskGraph, ps.Costs]) -
     assert (timeline.end == other.end).all()
     assert_rules_hold(timeline, prices.of(graph))
     assert [set(graph.dependencies[k].tolist()) for k in range(len(graph))] == dependencies(graph)
-    assert (timeline.idle_by_cause().sum(axis=1) == timeline.idle).all()
+    assert (timeline.why.idle_by_cause().sum(axis=1) == timeline.idle).all()
 
 
 @pytest.mark.slow
@@ -367,10 +367,10 @@ def test_peaks_are_those_of_the_changes(case: tuple[ps.TaskGraph, ps.Costs]) -> 
     """Host memory is empty at the end; a device never holds less than nothing, or more than all."""
     graph, prices = case
     timeline = ps.simulate(graph, prices)
-    host = timeline.host_memory()
+    host = timeline.memory.host()
     assert (host["nbytes"] > -1e-9).all()
     assert np.allclose(host.groupby("host")["nbytes"].last(), 0.0)
-    assert np.allclose(host.groupby("host")["nbytes"].max(), timeline.peak_host_memory)
+    assert np.allclose(host.groupby("host")["nbytes"].max(), timeline.memory.peak_host)
     moved = copied_bytes(graph, prices)[graph.kind]
     assert moved[graph.op == Op.OFFLOAD].sum() == moved[graph.op == Op.RELOAD].sum()
 
@@ -409,5 +409,5 @@ def test_host_memory_of_unequal_micro_batches() -> None:
     costs = ps.Costs([[1, 2, 3, 4]] * 2, 2, activation_bytes=nbytes, network=network)
     timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 4), offload="all", prefetch=0), costs)
     moved = timeline.frame.query("op == 'OFFLOAD'")
-    assert timeline.peak_host_memory.tolist() == [moved["nbytes"].sum()]
+    assert timeline.memory.peak_host.tolist() == [moved["nbytes"].sum()]
     assert set(moved["nbytes"]) <= {*nbytes[0]}

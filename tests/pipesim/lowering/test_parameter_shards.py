@@ -45,7 +45,7 @@ def simulate(
     one, other = (ps.simulate(graph, costs, engine=engine) for engine in ENGINES)
     assert (one.start == other.start).all()
     assert (one.end == other.end).all()
-    assert (one.idle_by_cause().sum(axis=1) == one.idle).all()
+    assert (one.why.idle_by_cause().sum(axis=1) == one.idle).all()
     return one
 
 
@@ -197,12 +197,12 @@ def test_memory_by_hand() -> None:
         (5, 50), (7, 50), (7, 42), (8, 50), (10, 50), (10, 42), (12, 22), (13, 22),
     ]  # fmt: skip
     assert [tuple(row) for row in held.tolist()] == wanted
-    table = timeline.memory_breakdown()
+    table = timeline.memory.breakdown()
     assert table.loc[0, ["parameters", "gradients", "optimizer", "buffers"]].tolist() == [
         12, 10, 8, 20
     ]  # fmt: skip
-    assert timeline.peak_memory.tolist() == [50, 50]
-    assert simulate(ps.schedule("gpipe", 1, 2), "none", shard_optimizer=True).peak_memory[0] == 36
+    assert timeline.memory.peak.tolist() == [50, 50]
+    assert simulate(ps.schedule("gpipe", 1, 2), "none", shard_optimizer=True).memory.peak[0] == 36
 
 
 @pytest.mark.parametrize(
@@ -212,13 +212,13 @@ def test_gradients_of_several_micro_batches_wait(policy: str, reduce_grad: int, 
     """Each gradient that waits for its reduction when the next backward starts is 20 bytes more."""
     costs = replace(COSTS, reduce_grad=reduce_grad)
     timeline = simulate(ps.schedule("gpipe", 1, 3), policy, costs, grad_sync="every")
-    assert timeline.peak_memory.tolist() == [peak, peak]
+    assert timeline.memory.peak.tolist() == [peak, peak]
 
 
 def test_an_evaluation_gathers_for_forwards_alone() -> None:
     timeline = simulate(ps.schedule("gpipe", 1, 2), "every", forward_only=True)
     assert order(timeline.graph) == "0u0f 0F0 0r0f 0u1f 0F1 0r1f"
-    assert timeline.peak_memory.tolist() == [12, 12]
+    assert timeline.memory.peak.tolist() == [12, 12]
 
 
 # Properties
@@ -270,7 +270,7 @@ def test_files(tmp_path: Path) -> None:
     again = ps.Timeline.load(tmp_path / "t.csv", costs=COSTS)
     assert again.graph.prefetch == 2
     assert (again.start == timeline.start).all()
-    assert (again.peak_memory == timeline.peak_memory).all()
+    assert (again.memory.peak == timeline.memory.peak).all()
     timeline.to_chrome(tmp_path / "t.json")
     assert '"unshard"' in (tmp_path / "t.json").read_text()
 

@@ -232,7 +232,7 @@ def test_replicas_share_the_state_of_their_own_experts() -> None:
     experts = 2 * EXPERT
     dense = np.array(costs.parameter_bytes) / 2 - experts
     state = 12 * (dense / 4 + experts / 2)
-    held = timeline.memory_breakdown()["optimizer"].to_numpy()
+    held = timeline.memory.breakdown()["optimizer"].to_numpy()
     assert held[:2] == pytest.approx(state)
     durations = timeline.end - timeline.start
     first = timeline.graph.stage == 0

@@ -46,10 +46,10 @@ def test_changes_that_fit_know_slices() -> None:
     """Each change is simulated with the costs of each slice."""
     costs = MODEL.costs([2, 2], slices=2, gpu="h100_sxm", microbatch_size=1)
     graph = ps.lower(ps.schedule("seq1f1b", 2, 4, n_slices=2))
-    peak = ps.simulate(graph, costs).peak_memory.max()
+    peak = ps.simulate(graph, costs).memory.peak.max()
     with pytest.warns(MemoryLimitWarning, match="flash_attention=True"):
         timeline = ps.simulate(graph, costs, memory_limit=peak - 1)
-    table = timeline.changes_that_fit().set_index("change")
+    table = timeline.memory.changes_that_fit().set_index("change")
     fused = MODEL.costs([2, 2], slices=2, **FUSED)
     expected = ps.simulate(graph, fused).makespan
     assert table.loc["flash_attention=True", "makespan"] == pytest.approx(expected)
@@ -151,10 +151,14 @@ def test_changes_of_unequal_micro_batches_keep_whole_sequences() -> None:
     """One sequence cannot be divided."""
     costs = MODEL.costs([2, 2], lengths=[512, 256] * 2, **FUSED)
     graph = ps.lower(ps.schedule("1f1b", 2, 4))
-    peak = ps.simulate(graph, costs).peak_memory.max()
+    peak = ps.simulate(graph, costs).memory.peak.max()
     with pytest.warns(MemoryLimitWarning):
         timeline = ps.simulate(graph, costs, memory_limit=0.9 * peak)
-    assert not timeline.changes_that_fit(every=True)["change"].str.contains("microbatch_size").any()
+    assert (
+        not timeline.memory.changes_that_fit(every=True)["change"]
+        .str.contains("microbatch_size")
+        .any()
+    )
 
 
 def test_costs_of_each_micro_batch_of_each_replica() -> None:
@@ -166,4 +170,4 @@ def test_costs_of_each_micro_batch_of_each_replica() -> None:
     assert measured.activation_bytes == ((1, 2, 3, 4, 1, 2, 3, 4),) * 2
     again = ps.simulate(timeline.graph, measured)
     assert again.makespan == timeline.makespan
-    assert (again.peak_memory == timeline.peak_memory).all()
+    assert (again.memory.peak == timeline.memory.peak).all()

@@ -168,11 +168,11 @@ def test_memory_limits_choose_among_splits(schedule: ps.Schedule, recompute: Any
     )
     splits = all_splits(7, schedule.n_stages)
     timelines = [ps.simulate(graph, model.costs(split)) for split in splits]
-    peaks = np.array([timeline.peak_memory.max() for timeline in timelines])
+    peaks = np.array([timeline.memory.peak.max() for timeline in timelines])
     times = np.array([timeline.makespan for timeline in timelines])
     for limit in np.unique(peaks)[::2]:
         timeline = ps.simulate(graph, model.costs("balanced", placement=graph, memory_limit=limit))
-        assert timeline.peak_memory.max() <= limit
+        assert timeline.memory.peak.max() <= limit
         assert timeline.makespan == pytest.approx(times[peaks <= limit].min())
     with pytest.raises(CostsError, match=r"no split of 7 layers .* on device \d"):
         model.costs("balanced", placement=graph, memory_limit=peaks.min() * 0.999)
@@ -186,7 +186,7 @@ def test_what_does_not_fit_on_one_replica_may_fit_on_several() -> None:
         model.costs("balanced", placement=schedule, memory_limit=16)
     graph = ps.lower(schedule, n_replicas=4, shard_optimizer=True)
     costs = model.costs("balanced", placement=graph, memory_limit=8)
-    assert ps.simulate(graph, costs).peak_memory.max() == 8
+    assert ps.simulate(graph, costs).memory.peak.max() == 8
     with pytest.raises(CostsError) as error:
         model.costs("balanced", placement=graph, memory_limit=7)
     assert "pipesim.lower" not in str(error.value)
@@ -198,7 +198,7 @@ def test_a_limit_moves_layers_to_devices_with_fewer_microbatches() -> None:
     model = layers([1.0] * 16, activation_bytes=[3.0] * 16)
     # 4 layers a device would hold 4 * 4 * 3 = 48 bytes on the first.
     costs = model.costs("balanced", placement=schedule, memory_limit=40)
-    assert ps.simulate(ps.lower(schedule), costs).peak_memory[:2].tolist() == [36, 36]
+    assert ps.simulate(ps.lower(schedule), costs).memory.peak[:2].tolist() == [36, 36]
     assert costs.per_stage("forward", 4)[:2].tolist() == [3, 4]
     assert costs.per_stage("forward", 4).max() == 5
 
@@ -220,7 +220,7 @@ def test_the_search_counts_bytes_as_timelines_do(name: str) -> None:
         inner = np.sort(random.choice(19, n - 1, replace=False)) + 1
         borders = np.array([0, *inner, 20])
         costs = model.costs(np.diff(borders))
-        exact = ps.simulate(graph, costs).peak_memory
+        exact = ps.simulate(graph, costs).memory.peak
         assert problem.peak_bytes(borders).tolist() == exact.tolist()
 
 
@@ -365,7 +365,7 @@ def test_the_memory_of_a_gpu_is_a_limit_if_it_can_be_kept() -> None:
     def peak(costs: ps.Costs) -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return float(ps.simulate(graph, costs).peak_memory.max())
+            return float(ps.simulate(graph, costs).memory.peak.max())
 
     free = peak(costs(1e12))
     assert peak(costs(0.9 * free)) <= 0.9 * free

@@ -190,7 +190,7 @@ def test_peak_of_a_pipeline_by_hand() -> None:
     """Two stages, two replicas: 18 bytes a parameter, of which 12 are shared, and the rest."""
     costs = MODEL.costs([1, 1], microbatch_size=1, flops_per_second=1.0, flash_attention=True)
     graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, shard_optimizer=True)
-    table = ps.simulate(graph, costs).memory_breakdown()
+    table = ps.simulate(graph, costs).memory.breakdown()
     parameters = 16 * (32 + 16 + 80 + 40) + 2 * 16 + 1600
     first = table.loc[0]
     assert first["parameters"] == 2 * parameters

@@ -93,7 +93,7 @@ def test_chimera_makespan_of_one_unit(p: int, data: st.DataObject, f: int, b: in
 @given(p=EVEN, m=st.integers(1, 8).map(lambda k: 2 * k))
 def test_chimera_activations(p: int, m: int) -> None:
     """From p/2 + 1 at the ends to p in the middle, once there are p micro-batches."""
-    peaks = run("chimera", p, m, activation_bytes=1).peak_memory
+    peaks = run("chimera", p, m, activation_bytes=1).memory.peak
     assert peaks.max() == min(p, m)
     assert m < p or peaks.min() == p // 2 + 1
 
@@ -171,7 +171,7 @@ def test_dualpipe_overlaps_and_splits(size: tuple[int, int]) -> None:
 def test_dualpipe_activations(size: tuple[int, int]) -> None:
     """Of p + 1 micro-batches, on every device."""
     p, m = size
-    assert run("dualpipe", p, m, activation_bytes=1).peak_memory.tolist() == [p + 1] * p
+    assert run("dualpipe", p, m, activation_bytes=1).memory.peak.tolist() == [p + 1] * p
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,13 +200,13 @@ def test_closed_forms_of_two_directions(name: str, data: st.DataObject) -> None:
     ps.verify(ps.schedule(name, p, m))
     timeline = run(name, p, m, overlapped=3, activation_bytes=1)
     assert timeline.bubble_fraction == info.bubble.value(p, m)
-    assert timeline.peak_memory.max() == info.activations.value(p, m)
+    assert timeline.memory.peak.max() == info.activations.value(p, m)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_devices_hold_two_sets_of_weights(name: str) -> None:
     """One copy for each direction, with separate gradients."""
-    both, one = (run(family, 4, 8, parameter_bytes=1).peak_memory for family in (name, "1f1b"))
+    both, one = (run(family, 4, 8, parameter_bytes=1).memory.peak for family in (name, "1f1b"))
     assert both.tolist() == (schedule_info(name).parameters.value(4, 8) * one).tolist()
 
 

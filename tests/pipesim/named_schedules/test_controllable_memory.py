@@ -64,7 +64,7 @@ def test_closed_forms_are_exact(name: str, p: int, m: int) -> None:
     assert set(schedule.op.tolist()) == {0, 2, 3}
     timeline = run(schedule)
     assert timeline.bubble_fraction == schedule_info(name).bubble.of(p, m)
-    assert timeline.peak_memory.max() == min(m, most_microbatches(name, p))
+    assert timeline.memory.peak.max() == min(m, most_microbatches(name, p))
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_many_devices(name: str, p: int) -> None:
     for m in (1, p // 2, p + 1):
         timeline = run(ps.schedule(name, p, m))
         assert timeline.bubble_fraction == schedule_info(name).bubble.of(p, m)
-        assert timeline.peak_memory.max() == min(m, most_microbatches(name, p))
+        assert timeline.memory.peak.max() == min(m, most_microbatches(name, p))
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_any_costs(data: st.DataObject) -> None:
         schedule = ps.schedule(name, p, m, costs=costs)
         again = ps.schedule(name, p, m, costs=costs)
     ps.verify(schedule)
-    assert run(schedule).peak_memory.max() <= min(m, most_microbatches(name, p))
+    assert run(schedule).memory.peak.max() <= min(m, most_microbatches(name, p))
     assert schedule == again
 
 

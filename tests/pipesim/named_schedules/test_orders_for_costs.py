@@ -106,7 +106,7 @@ def test_short_makespans(name: str, p: int, m: int, seconds: float) -> None:
         schedule = ps.schedule(name, p, m, costs=STUDY)
     ps.verify(schedule)
     assert run_schedule(schedule, STUDY).makespan <= seconds
-    held = run_schedule(schedule, UNIFORM).peak_memory.max() / CHUNKS[name]
+    held = run_schedule(schedule, UNIFORM).memory.peak.max() / CHUNKS[name]
     assert held <= schedule_info(name).activations.of(p, m)
 
 

@@ -34,7 +34,7 @@ def run(name: str, p: int, m: int, **costs: float) -> ps.Timeline:
 
 def versions(name: str, p: int, m: int) -> list[float]:
     """Return how many versions of its weights each device holds."""
-    held, one = (run(family, p, m, parameter_bytes=1).peak_memory for family in (name, "1f1b"))
+    held, one = (run(family, p, m, parameter_bytes=1).memory.peak for family in (name, "1f1b"))
     return [float(version) for version in held - one + 1]
 
 
@@ -71,7 +71,7 @@ def test_closed_forms_without_a_flush(name: str, data: st.DataObject, f: int, b:
     timeline = run(name, p, m, forward=f, backward=b, activation_bytes=1)
     assert timeline.makespan == (m + p - 1) * (f + b)
     assert timeline.bubble_fraction == info.bubble.value(p, m)
-    assert timeline.peak_memory.tolist() == [min(p - i, m) for i in range(p)]
+    assert timeline.memory.peak.tolist() == [min(p - i, m) for i in range(p)]
     assert info.activations.value(p, m) == min(p, m)
     assert max(versions(name, p, m)) == info.parameters.value(p, m)
 

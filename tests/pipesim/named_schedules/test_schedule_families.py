@@ -64,7 +64,7 @@ def test_closed_forms_hold(name: str, data: st.DataObject) -> None:
     timeline, chunks = simulated(schedule), schedule.n_stages / p
     bubble = info.bubble.of(p, m, **options)
     activations = info.activations.of(p, m, **options)
-    held = timeline.peak_memory.max() / chunks
+    held = timeline.memory.peak.max() / chunks
     assert 0 <= timeline.bubble_fraction < 1
     assert 1 / chunks <= held <= m
     if info.bubble.exact:
@@ -241,7 +241,7 @@ def test_published_zero_bubble_formulas(
     )
     idle = longest_span(timeline) - m * (f + i + w)
     assert idle == (p - 1) * (f + i - weights * w)
-    assert timeline.peak_memory.tolist() == [
+    assert timeline.memory.peak.tolist() == [
         (weights * (p - 1 - d) + 1) * 7 + weights * d * 3 for d in range(p)
     ]
 
@@ -252,12 +252,12 @@ def test_published_table_of_pipeoffload(p: int, v: int, f: int, i: int, w: int) 
     p *= 2
     seconds = {"forward": f, "backward": None, "input_grad": i, "weight_grad": w}
     timeline = simulated(ps.schedule("gis", p, p, n_chunks=v), **seconds)
-    assert timeline.peak_memory.max() == v * p  # chunks of M = p stages
+    assert timeline.memory.peak.max() == v * p  # chunks of M = p stages
     assert timeline.makespan - v * p * (f + i + w) == (p - 1) * (f + i)
     f, w = min(f, 2 * i), i
     seconds = {"forward": f, "backward": None, "input_grad": i, "weight_grad": w}
     timeline = simulated(ps.schedule("gis_h", p, p, n_chunks=v), **seconds)
-    assert timeline.peak_memory.max() == (v + 1) * p / 2
+    assert timeline.memory.peak.max() == (v + 1) * p / 2
     idle = (p - 1) * (f + i) + (v - 1) * p / 2 * (f + i - w)
     assert timeline.makespan - v * p * (f + i + w) == idle
 
@@ -267,7 +267,7 @@ def test_groups_of_pipeoffload(p: int, v: int, data: st.DataObject) -> None:
     """Any size of groups: ``g(v-1) + d`` activations, ``(d-g)(v-1)`` more bubbles (ibid.)."""
     g = data.draw(st.integers((p + 1) // 2, p))
     timeline = simulated(ps.schedule("gis", p, 3 * g, n_chunks=v, group_size=g))
-    assert timeline.peak_memory.max() == min(g * (v - 1) + p, 3 * g * v)
+    assert timeline.memory.peak.max() == min(g * (v - 1) + p, 3 * g * v)
     assert timeline.makespan - 9 * g * v == 2 * (p - 1) + (p - g) * (v - 1)
 
 
@@ -324,7 +324,7 @@ def test_hanayo_with_one_wave(p: int, m: int) -> None:
     """Its formulas are exact; with m = p the bubble is Chimera's (2107.06925) for 2p stages."""
     info, timeline = schedule_info("hanayo"), simulated(ps.schedule("hanayo", p, m))
     assert timeline.bubble_fraction == info.bubble.of(p, m)
-    assert timeline.peak_memory.max() / 2 == info.activations.of(p, m)
+    assert timeline.memory.peak.max() / 2 == info.activations.of(p, m)
     depth = 2 * p
     forwards, backwards = depth, 2 * depth - 2  # on the longest path of Chimera, section 3.3
     square = simulated(ps.schedule("hanayo", p, p))
@@ -338,7 +338,7 @@ def test_hanayo_with_more_waves(p: int, m: int, waves: int) -> None:
     timeline = simulated(ps.schedule("hanayo", p, m, n_waves=waves))
     assert info.bubble.of(p, m, n_waves=waves) <= timeline.bubble_fraction + 1e-12
     assert timeline.bubble_fraction <= schedule_info("1f1b").bubble.of(p, m) + 1e-12
-    assert timeline.peak_memory.max() / (2 * waves) <= 1.1 * info.activations.of(p, m)
+    assert timeline.memory.peak.max() / (2 * waves) <= 1.1 * info.activations.of(p, m)
 
 
 @pytest.mark.parametrize(

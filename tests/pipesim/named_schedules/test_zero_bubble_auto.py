@@ -51,7 +51,7 @@ def test_published_bubble_rates(name: str, row: dict[str, Any], expected: dict[s
     rate = (span - m * (row["TF_us"] + row["TB_us"] + row["TW_us"]) * 1e-6) / span
     assert rate <= expected[name.upper().replace("_", "-").replace("P", "p")] + 0.0006
     one = costs.per_stage("activation_bytes", p)[0]
-    assert timeline.peak_memory.max() <= FACTORS[name] * p * one * (1 + 1e-9)
+    assert timeline.memory.peak.max() <= FACTORS[name] * p * one * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_closed_forms_are_exact(name: str, p: int, m: int) -> None:
     timeline = run_schedule(schedule)
     assert timeline.makespan == max(3 * m + p - 1, 2 * m + 2 * p - 1)
     assert timeline.bubble_fraction == schedule_info(name).bubble.of(p, m)
-    assert timeline.peak_memory.max() == min(FACTORS[name] * p, m)
+    assert timeline.memory.peak.max() == min(FACTORS[name] * p, m)
     enough, idle = {"zb_1p": (p, p - 1), "zb_2p": (2 * p - 1, 0)}[name]
     if m >= enough:
         assert longest_span(timeline) == 3 * m + idle
@@ -89,7 +89,7 @@ def test_any_costs_and_limits(data: st.DataObject) -> None:
     limits = [x * data.draw(st.sampled_from([1.0, 1.7, 4.0])) for x in held]
     schedule = ps.schedule("zb_2p", p, m, costs=costs, activation_limit=limits)
     ps.verify(schedule)
-    assert (run_schedule(schedule, costs).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
+    assert (run_schedule(schedule, costs).memory.peak <= np.array(limits) * (1 + 1e-9)).all()
     assert schedule == ps.schedule("zb_2p", p, m, costs=costs, activation_limit=limits)
 
 
@@ -100,7 +100,7 @@ def test_limits_without_bytes_count_microbatches() -> None:
     with pytest.warns(FutureWarning, match="give activation_limit, which means the same") as caught:
         assert schedule == ps.schedule("zb_1p", 4, 8, costs=timed, memory_limit=[4, 3, 2, 1])
     assert caught[0].filename == __file__
-    assert run_schedule(schedule).peak_memory.tolist() == [4, 3, 2, 1]
+    assert run_schedule(schedule).memory.peak.tolist() == [4, 3, 2, 1]
     assert ps.schedule("zb_1p", 4, 8, costs=timed) == ps.schedule("zb_1p", 4, 8)
 
 
@@ -148,7 +148,7 @@ def test_weight_gradients_that_need_more_than_activations() -> None:
     )
     for name, factor in (("zb_1p", 1), ("zb_2p", 2)):
         timeline = ps.simulate(ps.lower(ps.schedule(name, 2, 4, costs=costs)), costs)
-        assert timeline.peak_memory.max() <= factor * 2 * 3
+        assert timeline.memory.peak.max() <= factor * 2 * 3
 
 
 @pytest.mark.slow
@@ -202,12 +202,12 @@ def test_memory_limits_are_of_all_bytes(name: str) -> None:
     )  # fmt: skip
     limits = [26, 12, 12, 26]
     order = ps.schedule(name, 4, 8, costs=costs, memory_limit=limits)
-    assert ps.simulate(ps.lower(order), costs, memory_limit=limits).fits
+    assert ps.simulate(ps.lower(order), costs, memory_limit=limits).memory.fits
     with pytest.raises(ArgumentError, match=r"memory_limit of device 0 is 20 .* at least 20.9"):
         ps.schedule(name, 4, 8, costs=costs, memory_limit=20)
     wide = ps.schedule(name, 4, 8, costs=costs, activation_limit="8B")
     peaks = run_schedule(wide, replace(costs, parameter_bytes=0, backward_workspace_bytes=0))
-    assert peaks.peak_memory.max() == 8
+    assert peaks.memory.peak.max() == 8
     parameters = replace(costs, activation_bytes=0, weight_grad_bytes=0)
     with pytest.warns(CostsWarning, match="memory_limit limits no activations"):
         ps.schedule(name, 4, 8, costs=parameters, memory_limit=30)

@@ -137,7 +137,7 @@ def test_reductions_of_two_stages_share_a_nic(name: str) -> None:
         3            | .. F0 B0 .. .. ST .. ..
         3 collective | .. .. .. RG RG .. .. ..
     """)
-    waited = timeline.idle_by_cause().loc[0, ["contention", "bandwidth"]]
+    waited = timeline.why.idle_by_cause().loc[0, ["contention", "bandwidth"]]
     assert waited.tolist() == [1, 2], "from 4 to 7 device 0 waits for stage 1's, then for its own"
 
 

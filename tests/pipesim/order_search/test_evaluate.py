@@ -76,17 +76,17 @@ def test_times_and_bytes_are_those_of_simulate(case):
         assert np.array_equal(start, np.concatenate(expected))
     if schedule.placement.n_paths == 1:  # no reductions before STEP
         assert times.makespan == pytest.approx(timeline.makespan, rel=1e-15)
-    static = timeline.peak_memory - peak_bytes(problem, order)
+    static = timeline.memory.peak - peak_bytes(problem, order)
     assert np.allclose(static, costs.parameter_bytes * 2 * np.bincount(
         np.concatenate(schedule.placement.paths)))  # fmt: skip
 
 
 @given(relabelled_orders(), st.floats(0.5, 1.5))
 def test_limit_is_that_of_simulate(case, share):
-    """`keeps_limit` says what `Timeline.fits` says, also when the peak is exactly the limit."""
+    """`keeps_limit` says what `Timeline.memory.fits` says, also for a peak of exactly the limit."""
     schedule, problem, costs = case
     same = schedule_of(problem, lane_order(problem, schedule), schedule.placement, "order")
-    peak = ps.simulate(ps.lower(same), costs).peak_memory
+    peak = ps.simulate(ps.lower(same), costs).memory.peak
     needed = peak + costs.memory_reserve * peak
     assume(needed.any())
     for limit in (needed, np.nextafter(needed, 0), share * needed):

@@ -125,7 +125,7 @@ def test_orders_run_in_both_engines(placement, split):
         timeline = ps.simulate(graph, costs, engine=engine, memory_limit=0.8)
         last = timeline.end[graph.is_op(SCHEDULED)].max()
         assert last == evaluate(problem, order).makespan
-        assert timeline.fits
+        assert timeline.memory.fits
     assert evaluate(problem, order).makespan < evaluate(problem, first).makespan
 
 

@@ -69,7 +69,7 @@ def test_times_and_bytes_are_those_of_a_simulation(name: str, seed: int, search:
     timeline = ps.simulate(graph, costs)
     if not schedule.placement.n_paths > 1:
         assert timeline.makespan == evaluate(problem, order).makespan
-    assert timeline.peak_memory.tolist() == peak_bytes(problem, order).tolist()
+    assert timeline.memory.peak.tolist() == peak_bytes(problem, order).tolist()
 
 
 def test_the_best_order_of_1f1b() -> None:

@@ -15,7 +15,7 @@ from pipesim.planning.choice import StageDevices
 from pipesim.planning.plan_bounds import Sharing, device_work, least_end, least_memory, reductions
 from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
 from pipesim.scheduling.registry import schedule_info
-from pipesim.timeline.memory_limit import reserved_memory
+from pipesim.timeline.memory import reserved_memory
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "15"))
 #: Arguments of `pipesim.lower` by what replicas share.

@@ -115,7 +115,7 @@ def test_the_difference_sums_exactly(explained: Explanation) -> None:
     assert math.fsum(explained.seconds["second"]) == second.makespan
     assert explained.difference == first.makespan - second.makespan
     total = explained.memory.loc["total"]
-    assert total["first"] == first.memory_breakdown()["total"].max()
+    assert total["first"] == first.memory.breakdown()["total"].max()
     assert total["difference"] == total["first"] - total["second"] < 0
 
 

@@ -49,7 +49,7 @@ def named(placement, m, costs, limit, split):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 timeline = ps.simulate(ps.lower(schedule), costs, memory_limit=limit)
-            if timeline.fits and schedule.overlapped is None and schedule.n_batches == 1:
+            if timeline.memory.fits and schedule.overlapped is None and schedule.n_batches == 1:
                 yield timeline.makespan
 
 
@@ -64,7 +64,7 @@ def test_orders_beat_named_schedules_and_run(placement, split):
     for engine in ("compiled", "simpy"):
         timeline = ps.simulate(ps.lower(schedule), costs, engine=engine, memory_limit=limit)
         assert timeline.makespan == schedule.makespan == schedule.value
-        assert timeline.fits
+        assert timeline.memory.fits
     assert schedule.lower_bound <= schedule.makespan <= schedule.first_value
     assert all(schedule.makespan <= other for other in named(placement, 6, costs, limit, split))
     assert schedule.gap == pytest.approx(schedule.makespan / schedule.lower_bound - 1)
@@ -149,7 +149,7 @@ def test_many_microbatches_repeat_a_period():
     costs = uneven(placement, True, seed=2)
     schedule = ps.optimize(placement, 400, costs, 4, evaluations=3000, progress=False)
     assert schedule.gap < 0.01
-    assert ps.simulate(ps.lower(schedule), costs, memory_limit=4.0).fits
+    assert ps.simulate(ps.lower(schedule), costs, memory_limit=4.0).memory.fits
     few = fewer_microbatches(400, 4, 1)
     assert 12 <= few < 24
     assert (400 - few) % 12 == 0

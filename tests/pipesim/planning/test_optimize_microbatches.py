@@ -35,7 +35,7 @@ def test_it_finds_the_best_of_all_orders(limit: float | None) -> None:
     order = ps.optimize(ps.linear(2), 3, THREE, limit, evaluations=3000, progress=False)
     timeline = ps.simulate(ps.lower(order), THREE, memory_limit=limit or np.inf)
     assert order.makespan == timeline.makespan == best_of_all(THREE, 3, limit)
-    assert limit is None or timeline.fits
+    assert limit is None or timeline.memory.fits
     assert order.lower_bound <= order.makespan
     assert order.proved == (order.makespan == order.lower_bound)
 

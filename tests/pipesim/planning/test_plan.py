@@ -81,11 +81,11 @@ def test_steps_are_those_of_simulate(name: str, layout: Any, index: int, ordered
     graph = problem.graph(choice, problem.schedule(choice, costs), costs)
     timeline = ps.simulate(graph, costs, memory_limit=problem.limits(choice))
     assert result.step == timeline.makespan
-    assert result.memory == timeline.peak_memory.max()
+    assert result.memory == timeline.memory.peak.max()
     assert result.bubble == pytest.approx(timeline.bubble_fraction, abs=1e-9)
-    assert timeline.fits
+    assert timeline.memory.fits
     assert bounds.step <= timeline.makespan
-    assert (bounds.memory <= timeline.peak_memory.max()).all()
+    assert (bounds.memory <= timeline.memory.peak.max()).all()
 
 
 @pytest.mark.parametrize("layout", ["stage_major", "replica_major"])
@@ -231,7 +231,7 @@ def test_layers_without_bytes() -> None:
     layers = ps.Layers({"forward": [1e-3] * 8, "backward": [2e-3] * 8})
     plans = ps.plan(layers, DGX, global_batch=16, schedules="1f1b", progress=False)
     assert plans.best.timeline.makespan == plans.best.step
-    assert plans.best.timeline.fits is None
+    assert plans.best.timeline.memory.fits is None
 
 
 def test_noise_ranks_by_percentile() -> None:

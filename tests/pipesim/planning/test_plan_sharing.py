@@ -115,7 +115,7 @@ def test_steps_and_memory_are_those_of_public_functions(
     for row in plans.ranked:
         timeline = by_hand(model, row.choice)
         assert row.step == timeline.makespan, row.choice
-        assert row.memory == timeline.peak_memory.max(), row.choice
+        assert row.memory == timeline.memory.peak.max(), row.choice
     columns = {name: value for name, value in options.items() if name != "schedules"}
     for name, value in columns.items():
         assert {str(x) for x in plans.table[name]} == {str(value)}
@@ -165,7 +165,7 @@ def test_bounds_hold(name: str, layout: Any, seed: int) -> None:
     costs = problem.costs(choice)
     graph = problem.graph(choice, problem.schedule(choice, costs), costs)
     timeline = ps.simulate(graph, costs)
-    held = timeline.peak_memory + problem.memory_reserve * timeline.peak_memory
+    held = timeline.memory.peak + problem.memory_reserve * timeline.memory.peak
     assert (result.step, result.memory) == (timeline.makespan, held.max())
     assert result.bubble == pytest.approx(timeline.bubble_fraction, abs=1e-9)
     assert bounds.step <= timeline.makespan
@@ -228,7 +228,7 @@ def test_the_best_is_the_best_of_all_by_hand(model: ps.Transformer, least_pruned
         assert choice is not None
         with suppress(ArgumentError):  # no activations to offload
             timeline = by_hand(model, choice)
-            if timeline.peak_memory.max() <= limit:
+            if timeline.memory.peak.max() <= limit:
                 steps.append(timeline.makespan)
     assert plans.best.step == min(steps)
 

@@ -274,7 +274,7 @@ def test_large_graphs_are_refused() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(UnknownNameError, match="unknown messages 'node'; did you mean 'nodes'"):
         lowered().plot(messages="node")
-    with pytest.raises(ArgumentError, match="cannot draw 3: it is no TaskGraph"):
+    with pytest.raises(ArgumentError, match=r"graph must be a pipesim\.TaskGraph, got 3"):
         plot.dependencies(3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="ax must be a matplotlib Axes"):
         lowered().plot(ax=3)  # type: ignore[arg-type]

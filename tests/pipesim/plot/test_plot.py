@@ -209,7 +209,7 @@ def test_memory_steps_up_to_each_devices_peak() -> None:
     ax = axes()
     assert plot.memory(timeline, ax=ax) is ax
     peaks = [artist_of(ax, f"memory:{device}").get_ydata().max() for device in range(3)]
-    np.testing.assert_allclose(np.array(peaks) * MIB, timeline.peak_memory)
+    np.testing.assert_allclose(np.array(peaks) * MIB, timeline.memory.peak)
     assert ax.get_ylabel() == "Memory held (MiB)"
     assert legend_of(ax.get_legend()) == ["device 0", "device 1", "device 2"]
     line = artist_of(ax, "memory:2")
@@ -327,8 +327,16 @@ def test_a_file_is_written_whole_or_not_at_all(
     [
         (lambda: simulated().plot(unit="hours"), UnknownNameError, "unit of time 'hours'"),
         (lambda: simulated().plot(ax=plt), ArgumentError, "ax must be a matplotlib Axes"),
-        (lambda: plot.timeline(simulated().graph), ArgumentError, "no Timeline"),
-        (lambda: plot.comparison(simulated()), ArgumentError, "no Comparison"),
+        (
+            lambda: plot.timeline(simulated().graph),
+            ArgumentError,
+            "timeline must be a pipesim.Timeline",
+        ),
+        (
+            lambda: plot.comparison(simulated()),
+            ArgumentError,
+            "comparison must be a pipesim.Comparison",
+        ),
         (lambda: plot.overlay({}), ArgumentError, "at least one comparison"),
         (lambda: plot.overlay({"a": simulated()}), ArgumentError, "no Comparison"),
         (lambda: plot.overlay([simulated()]), ArgumentError, "mapping"),
@@ -337,7 +345,7 @@ def test_a_file_is_written_whole_or_not_at_all(
             ArgumentError,
             "width",
         ),
-        (lambda: plot.memory("1f1b"), ArgumentError, "no Timeline"),
+        (lambda: plot.memory("1f1b"), ArgumentError, "timeline must be a pipesim.Timeline"),
         (
             lambda: plot.memory(dataclasses.replace(simulated(), costs=None)),
             TimelineError,

@@ -50,7 +50,7 @@ def test_it_takes_as_long_as_with_permuted_costs(data: st.DataObject) -> None:
 
     timeline, expected = simulated(other, seconds), simulated(schedule, seconds[:, order])
     assert timeline.makespan == expected.makespan
-    assert (timeline.peak_memory == expected.peak_memory).all()
+    assert (timeline.memory.peak == expected.memory.peak).all()
     assert other.with_microbatch_order(np.argsort(order)) == schedule
 
 

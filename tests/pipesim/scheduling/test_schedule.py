@@ -76,8 +76,8 @@ def test_activations_in_flight_are_exact(p: int, m: int, f: int, b: int) -> None
     gpipe, one_f_one_b = (
         ps.simulate(ps.lower(ps.schedule(name, p, m)), costs) for name in ("gpipe", "1f1b")
     )
-    assert gpipe.peak_memory.tolist() == [m] * p
-    assert one_f_one_b.peak_memory.tolist() == [min(p - i, m) for i in range(p)]
+    assert gpipe.memory.peak.tolist() == [m] * p
+    assert one_f_one_b.memory.peak.tolist() == [min(p - i, m) for i in range(p)]
 
 
 @pytest.mark.parametrize("name", NAMES)

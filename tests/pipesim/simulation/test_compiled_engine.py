@@ -143,7 +143,7 @@ def test_kernels_say_the_same_as_python(case: Lowering, data: st.DataObject) -> 
             columns += [
                 x for csr in (graph.dependencies, graph.queues) for x in (csr.ptr, csr.values)
             ]
-            columns += [timeline.start, timeline.end, timeline.busy, timeline.peak_memory]
+            columns += [timeline.start, timeline.end, timeline.busy, timeline.memory.peak]
             answers.append(columns)
     for one, other in zip(*answers, strict=True):
         assert one.dtype == other.dtype
@@ -183,9 +183,9 @@ def test_engines_agree_on_a_large_graph() -> None:
         fast, slow = (ps.simulate(graph, of_stages, engine=name, noise=noise) for name in ENGINES)
         assert (fast.start == slow.start).all()
         assert (fast.end == slow.end).all()
-        assert (fast.peak_memory == slow.peak_memory).all()
+        assert (fast.memory.peak == slow.memory.peak).all()
         held = fast.memory().groupby("device")["nbytes"].max()
-        assert fast.peak_memory.tolist() == held.tolist()
+        assert fast.memory.peak.tolist() == held.tolist()
 
 
 # Contention, drawn by hand
@@ -415,7 +415,7 @@ with warnings.catch_warnings(record=True) as caught:
         timeline = ps.simulate(graph, costs, noise=noise, scenario=1)
         many = ps.simulate_many(graph, costs, noise, 3, n_jobs=2, progress=False)
         answers.append([timeline.start.tolist(), timeline.end.tolist(), many.makespan.tolist(),
-                        many.bubble_fraction.round(12).tolist(), timeline.peak_memory.tolist()])
+                        many.bubble_fraction.round(12).tolist(), timeline.memory.peak.tolist()])
 print(json.dumps({"available": jit.available(), "numba": bool(sys.modules.get("numba")),
                   "answers": answers, "warnings": [w.category.__name__ for w in caught],
                   "texts": [str(w.message) for w in caught],

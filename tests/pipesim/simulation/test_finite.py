@@ -64,9 +64,9 @@ def test_endless_times(
     [
         (lambda: ps.simulate_many(GRAPH, costs(), ps.Noise(seed=0, failures=ps.Failures(1, 1e308)),
                                   4, progress=False), CostsError, r"0F0 .* 1e\+308 s"),
-        (lambda: ps.simulate(GRAPH, costs(activation_bytes=1.7e308)).peak_memory, CostsError,
+        (lambda: ps.simulate(GRAPH, costs(activation_bytes=1.7e308)).memory.peak, CostsError,
          "device 0 would hold inf bytes"),
-        (lambda: ps.simulate(GRAPH, costs(parameter_bytes=1.7e308)).peak_memory, CostsError,
+        (lambda: ps.simulate(GRAPH, costs(parameter_bytes=1.7e308)).memory.peak, CostsError,
          "device 0 would hold inf bytes"),
         (lambda: ps.simulate(GRAPH, costs(activation_bytes=1.7e308)).memory(), CostsError,
          "device 0 would hold inf bytes"),

@@ -39,7 +39,7 @@ def expected(timeline: ps.Timeline) -> list[float]:
         timeline.makespan,
         timeline.bubble_fraction,
         timeline.throughput,
-        timeline.peak_memory.max(),
+        timeline.memory.peak.max(),
     ]
 
 

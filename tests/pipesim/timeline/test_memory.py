@@ -38,7 +38,7 @@ def test_forward_takes_and_backward_gives() -> None:
     timeline = simulated(TWO, ps.Costs(forward=1, backward=2, activation_bytes=(10, 7)))
     assert balance(timeline, 0) == [(0, 0), (0, 10), (1, 20), (7, 10), (9, 0)]
     assert balance(timeline, 1) == [(0, 0), (1, 7), (2, 14), (5, 7), (7, 0)]
-    assert timeline.peak_memory.tolist() == [20, 14]
+    assert timeline.memory.peak.tolist() == [20, 14]
 
 
 def test_held_throughout() -> None:
@@ -47,9 +47,9 @@ def test_held_throughout() -> None:
     timeline = simulated(TWO, costs)
     assert static(timeline.graph, costs).tolist() == [207, 65]
     assert balance(timeline, 0)[0] == (0, 207)
-    assert timeline.peak_memory.tolist() == [209, 67]
+    assert timeline.memory.peak.tolist() == [209, 67]
     one_device = simulated([["0F0", "1F0", "1B0", "0B0"]], costs)
-    assert one_device.peak_memory.tolist() == [207 + 65 + 2]
+    assert one_device.memory.peak.tolist() == [207 + 65 + 2]
 
 
 def test_recompute_keeps_the_input_only() -> None:
@@ -60,7 +60,7 @@ def test_recompute_keeps_the_input_only() -> None:
     assert balance(timeline, 0) == [(0, 0), (2, 10), (8, 0), (8, 10), (11, 0)]
     # Device 1: F0 1, F1 2, R1 3 to 4, B1 4 to 6, R0 6 to 7, B0 7 to 9.
     assert balance(timeline, 1) == [(0, 0), (1, 3), (2, 6), (3, 13), (6, 3), (6, 10), (9, 0)]
-    assert timeline.peak_memory.tolist() == [10, 13]
+    assert timeline.memory.peak.tolist() == [10, 13]
 
 
 def test_recompute_except_the_last() -> None:
@@ -73,7 +73,7 @@ def test_recompute_except_the_last() -> None:
 def test_input_is_no_more_than_the_activations() -> None:
     """A stage whose input is larger than what it keeps, as with activations given as 1."""
     costs = ps.Costs(forward=1, backward=2, activation_bytes=1, output_bytes=1000)
-    assert simulated(TWO, costs, recompute="always").peak_memory.tolist() == [1, 2]
+    assert simulated(TWO, costs, recompute="always").memory.peak.tolist() == [1, 2]
 
 
 def test_split_backward() -> None:
@@ -125,7 +125,7 @@ def test_everything_taken_is_given_back(case: tuple[ps.TaskGraph, ps.Costs]) -> 
         assert own["nbytes"].iloc[0] == own["nbytes"].iloc[-1] == held[device]
         assert (own["nbytes"] >= held[device]).all()
         assert (np.diff(own["time"]) >= 0).all()
-        assert own["nbytes"].max() == timeline.peak_memory[device]
+        assert own["nbytes"].max() == timeline.memory.peak[device]
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_peak_is_what_an_order_of_events_shows(case: tuple[ps.TaskGraph, ps.Cost
             held = allocated[computes[started]].sum() - given_back[computes[over]].sum()
             held += temporary[computes[started & ~over]].sum()
             peak = max(peak, held + elsewhere)
-        assert timeline.peak_memory[device] == static(graph, costs)[device] + peak
+        assert timeline.memory.peak[device] == static(graph, costs)[device] + peak
 
 
 WAITING = ps.Costs(
@@ -191,7 +191,7 @@ def test_gradients_wait_for_reductions_that_are_slower_than_backwards() -> None:
         (0, 110), (0, 111), (3, 110), (3, 111), (4, 211), (6, 210), (6, 211), (7, 311), (9, 310),
         (9, 311), (10, 411), (12, 410), (13, 310), (18, 210), (23, 110),
     ]  # fmt: skip
-    assert timeline.peak_memory.tolist() == [411, 411]
+    assert timeline.memory.peak.tolist() == [411, 411]
 
 
 @pytest.mark.parametrize(
@@ -215,20 +215,20 @@ def test_how_many_gradients_wait(
     schedule = ps.schedule("1f1b", 1, 4)
     graph = ps.lower(schedule, n_replicas=2, grad_sync=grad_sync, step="none")
     timeline = ps.simulate(graph, replace(WAITING, reduce_grad=reduce_grad))
-    assert timeline.peak_memory.tolist() == peaks
+    assert timeline.memory.peak.tolist() == peaks
     alone = ps.lower(schedule, grad_sync=grad_sync, step="none")  # nothing to wait for
-    assert ps.simulate(alone, WAITING).peak_memory.tolist() == [111]
+    assert ps.simulate(alone, WAITING).memory.peak.tolist() == [111]
 
 
 def test_each_stage_waits_by_itself() -> None:
     """Stage 0 reduces after each micro-batch, stage 1 after the last; and in each mini-batch."""
     costs = replace(WAITING, activation_bytes=0, reduce_grad=100, input_grad=1, weight_grad=1)
     graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync=("every", "last"))
-    assert ps.simulate(graph, costs).peak_memory.tolist() == [410, 110] * 2
+    assert ps.simulate(graph, costs).memory.peak.tolist() == [410, 110] * 2
     schedule = ps.schedule("zb_h1", 1, 4).with_updates(2, "stashed")
     graph = ps.lower(schedule, n_replicas=2, grad_sync="every")
     held = ps.simulate(graph, costs)  # of each two micro-batches the second one waits
-    assert (held.peak_memory - static(graph, costs)).tolist() == [100, 100]
+    assert (held.memory.peak - static(graph, costs)).tolist() == [100, 100]
 
 
 def test_tasks_of_no_time_take_before_they_give() -> None:
@@ -238,7 +238,7 @@ def test_tasks_of_no_time_take_before_they_give() -> None:
     assert balance(timeline, 0) == [
         (0, 110), (0, 111), (1, 112), (2, 111), (2, 211), (2, 210), (12, 110)
     ]  # fmt: skip
-    assert timeline.peak_memory.tolist() == [211, 211]
+    assert timeline.memory.peak.tolist() == [211, 211]
 
 
 def test_partial_timeline() -> None:
@@ -250,14 +250,14 @@ def test_partial_timeline() -> None:
     partial = ps.Timeline(whole.graph, start, end, whole.nbytes, whole.costs)
     assert balance(partial, 0) == [(0, 0), (0, 10), (1, 20)]
     assert balance(partial, 1) == [(0, 0), (1, 10), (2, 20)]
-    assert partial.peak_memory.tolist() == [20, 20]
+    assert partial.memory.peak.tolist() == [20, 20]
 
 
 def test_without_costs() -> None:
     """The message says how to get them."""
     whole = simulated(TWO, ps.Costs(1, 2))
     bare = ps.Timeline(whole.graph, whole.start, whole.end, whole.nbytes, name="mine")
-    for ask in (lambda: bare.peak_memory, bare.memory):
+    for ask in (lambda: bare.memory.peak, bare.memory):
         with pytest.raises(TimelineError, match=r"'mine' has no costs .*costs=\.\.\."):
             ask()
 
@@ -277,7 +277,7 @@ def test_workspace_is_held_while_a_task_runs() -> None:
     assert balance(timeline, 0) == [
         (0, 0), (0, 13), (1, 10), (1, 23), (2, 20), (5, 40), (7, 10), (7, 30), (9, 0)
     ]  # fmt: skip
-    assert timeline.peak_memory.tolist() == [40, 50]
+    assert timeline.memory.peak.tolist() == [40, 50]
 
 
 def test_workspace_of_every_operation() -> None:
@@ -298,7 +298,7 @@ def one_stage(costs: ps.Costs) -> ps.Costs:
 def test_two_stages_of_a_device_share_a_workspace() -> None:
     """They run one after the other: the larger workspace counts, not the sum."""
     timeline = simulated([["0F0", "1F0", "1B0", "0B0"]], WORKSPACE)
-    assert timeline.peak_memory.tolist() == [20 + 30]
+    assert timeline.memory.peak.tolist() == [20 + 30]
     placement = ps.Schedule.from_orders([["0F0", "1F0", "1B0", "0B0"]]).placement
     device = ps.Costs(1, 2, activation_bytes=(10,), backward_workspace_bytes=(20,))
     chunks = device.in_chunks(placement)
@@ -316,7 +316,7 @@ def test_breakdown_by_hand() -> None:
         memory_reserve=0.1,
     )
     timeline = simulated(TWO, costs)
-    table = timeline.memory_breakdown()
+    table = timeline.memory.breakdown()
     assert table.index.name == "device"
     assert table.to_dict("index") == {
         0: {
@@ -328,19 +328,19 @@ def test_breakdown_by_hand() -> None:
             "workspace": 30, "buffers": 0, "reserve": 95, "total": 1045,
         },
     }  # fmt: skip
-    assert timeline.peak_memory.tolist() == [640, 950]
+    assert timeline.memory.peak.tolist() == [640, 950]
 
 
 def test_breakdown_of_waiting_gradients_and_versions() -> None:
     """Gradients that wait for reductions are buffers; both versions of weights are parameters."""
     graph = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every", step="none")
-    row = ps.simulate(graph, WAITING).memory_breakdown().loc[0]
+    row = ps.simulate(graph, WAITING).memory.breakdown().loc[0]
     assert row[["parameters", "gradients", "activations", "buffers"]].tolist() == [10, 100, 1, 300]
     schedule = ps.schedule("1f1b", 2, 4).with_updates(2, "double_buffered")
     costs = ps.Costs(1, 2, parameter_bytes=7)
-    versions = ps.simulate(ps.lower(schedule), costs).memory_breakdown()
+    versions = ps.simulate(ps.lower(schedule), costs).memory.breakdown()
     assert versions["parameters"].tolist() == [14, 14]
-    nothing = ps.simulate(ps.lower(schedule), ps.Costs(1, 2)).memory_breakdown()
+    nothing = ps.simulate(ps.lower(schedule), ps.Costs(1, 2)).memory.breakdown()
     assert (nothing == 0).all(axis=None)
 
 
@@ -350,11 +350,11 @@ def test_breakdown_sums_to_the_peak(case: tuple[ps.TaskGraph, ps.Costs]) -> None
     """Every part is at least 0. They sum to the peak, up to rounding of thirds of a byte."""
     graph, costs = case
     timeline = ps.simulate(graph, replace(costs, memory_reserve=0.5))
-    table = timeline.memory_breakdown()
+    table = timeline.memory.breakdown()
     assert (table >= 0).all(axis=None)
     parts = table.drop(columns=["reserve", "total"]).sum(axis=1)
-    assert parts.tolist() == pytest.approx(timeline.peak_memory.tolist(), rel=1e-12)
-    assert table["total"].tolist() == (1.5 * timeline.peak_memory).tolist()
+    assert parts.tolist() == pytest.approx(timeline.memory.peak.tolist(), rel=1e-12)
+    assert table["total"].tolist() == (1.5 * timeline.memory.peak).tolist()
     workspace = workspaces(graph, costs)
     assert set(table["workspace"]) <= {0.0, *workspace.tolist()}
 

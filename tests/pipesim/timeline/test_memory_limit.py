@@ -40,11 +40,11 @@ def quiet(limit: Any, costs: ps.Costs = COSTS) -> ps.Timeline:
 def test_a_limit_may_be_reached(limit: Any) -> None:
     """The peak itself fits, on each device."""
     timeline = quiet(limit)
-    assert timeline.peak_memory.tolist() == PEAK
-    assert timeline.fits is True
-    assert timeline.memory_limit is not None
-    assert timeline.memory_limit.tolist() == np.broadcast_to(limit, 2).tolist()
-    assert timeline.with_name("other").fits is True
+    assert timeline.memory.peak.tolist() == PEAK
+    assert timeline.memory.fits is True
+    assert timeline.memory.limit is not None
+    assert timeline.memory.limit.tolist() == np.broadcast_to(limit, 2).tolist()
+    assert timeline.with_name("other").memory.fits is True
 
 
 def test_one_byte_too_much() -> None:
@@ -55,7 +55,7 @@ def test_one_byte_too_much() -> None:
     )
     with pytest.warns(MemoryLimitWarning, match=text) as caught:
         timeline = ps.simulate(GRAPH, COSTS, memory_limit=29)
-    assert timeline.fits is False
+    assert timeline.memory.fits is False
     assert len(caught) == 1
     assert caught[0].filename == __file__
 
@@ -67,7 +67,7 @@ def test_limits_of_devices() -> None:
         r"device 1 needs 30.0 B of 4.00 B, 26.0 B too much"
     )
     with pytest.warns(MemoryLimitWarning, match=text):
-        assert ps.simulate(GRAPH, COSTS, memory_limit=[15, 4]).fits is False
+        assert ps.simulate(GRAPH, COSTS, memory_limit=[15, 4]).memory.fits is False
     with pytest.warns(MemoryLimitWarning, match=r"device 0 .* 1\.00 B too much, throughout"):
         ps.simulate(GRAPH, replace(COSTS, activation_bytes=0), memory_limit=[9, 20])
 
@@ -95,7 +95,7 @@ def test_waiting_gradients_count() -> None:
     """A gradient that waits for its reduction is allocated by a backward."""
     graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync="every")
     costs = ps.Costs(1, 2, parameter_bytes=8, reduce_grad=9)
-    assert ps.simulate(graph, costs, memory_limit=24).fits is True
+    assert ps.simulate(graph, costs, memory_limit=24).memory.fits is True
     with pytest.warns(
         MemoryLimitWarning, match=r"device 0 needs 24.0 B of 23.0 B.*from task 0B0 on"
     ):
@@ -105,12 +105,12 @@ def test_waiting_gradients_count() -> None:
 def test_the_reserve_of_the_allocator_counts() -> None:
     """An eighth more than the tensors' bytes; workspace is part of the peak."""
     costs = replace(COSTS, memory_reserve=0.125)
-    assert quiet([18, 33.75], costs).fits is True
+    assert quiet([18, 33.75], costs).memory.fits is True
     with pytest.warns(MemoryLimitWarning, match=r"needs 33.8 B of 33.0 B.*; 0.125 of the tensors'"):
         ps.simulate(GRAPH, costs, memory_limit=33)
-    assert quiet([18, 33.75], costs).peak_memory.tolist() == PEAK
+    assert quiet([18, 33.75], costs).memory.peak.tolist() == PEAK
     working = replace(COSTS, backward_workspace_bytes=7)
-    assert quiet([23, 37], working).fits is True
+    assert quiet([23, 37], working).memory.fits is True
     with pytest.warns(
         MemoryLimitWarning, match=r"device 1 needs 37.0 B of 36.0 B.*from task 1B1 on"
     ):
@@ -149,26 +149,26 @@ def test_nothing_is_known_without_bytes() -> None:
     with pytest.raises(CostsError, match="the costs have no bytes"):
         ps.simulate(GRAPH, tasks, memory_limit=80e9)
     timeline = quiet(None, ps.Costs(1, 2, workload=WORKLOAD))
-    assert timeline.fits is None
-    assert timeline.memory_limit is not None
-    assert quiet(None).fits is None
-    assert quiet(None).memory_limit is None
-    assert replace(quiet(30), costs=None).fits is None
+    assert timeline.memory.fits is None
+    assert timeline.memory.limit is not None
+    assert quiet(None).memory.fits is None
+    assert quiet(None).memory.limit is None
+    assert replace(quiet(30), costs=None).memory.fits is None
 
 
 def test_memory_of_the_gpu_is_the_default(tmp_path: Path) -> None:
     """It belongs to the costs: other costs have another GPU, and files keep none."""
     costs = replace(COSTS, workload=WORKLOAD)
     timeline = quiet(None, costs)
-    assert timeline.memory_limit is not None
-    assert timeline.memory_limit.tolist() == [30, 30]
-    assert timeline.fits is True
+    assert timeline.memory.limit is not None
+    assert timeline.memory.limit.tolist() == [30, 30]
+    assert timeline.memory.fits is True
     small = replace(costs, workload=replace(WORKLOAD, memory=29))
-    assert replace(timeline, costs=small).fits is False
-    assert quiet(31, small).fits is True, "an explicit limit comes first"
+    assert replace(timeline, costs=small).memory.fits is False
+    assert quiet(31, small).memory.fits is True, "an explicit limit comes first"
     timeline.save(tmp_path / "timeline.csv")
-    assert ps.Timeline.load(tmp_path / "timeline.csv").memory_limit is None
-    assert ps.Timeline.load(tmp_path / "timeline.csv", costs=small).fits is False
+    assert ps.Timeline.load(tmp_path / "timeline.csv").memory.limit is None
+    assert ps.Timeline.load(tmp_path / "timeline.csv", costs=small).memory.fits is False
     with pytest.warns(MemoryLimitWarning):
         ps.simulate(GRAPH, small)
 
@@ -294,5 +294,5 @@ def test_rounding_is_no_excess() -> None:
     )  # fmt: skip
     order = ps.order_by(ps.looped(8, 3), 16, costs, memory_limit=limit)
     timeline = ps.simulate(ps.lower(order), costs, memory_limit=limit)
-    assert timeline.peak_memory.max() > limit
-    assert timeline.fits
+    assert timeline.memory.peak.max() > limit
+    assert timeline.memory.fits

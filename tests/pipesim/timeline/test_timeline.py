@@ -123,10 +123,10 @@ def test_metrics_of_a_loaded_timeline(timeline: ps.Timeline, tmp_path: Path) -> 
     loaded = ps.Timeline.load(tmp_path / "t.csv", costs=timeline.costs, name="again")
     assert loaded.name == "again"
     assert loaded.bubble_fraction == timeline.bubble_fraction
-    assert loaded.critical_path().equals(timeline.critical_path())
-    assert (loaded.peak_memory == timeline.peak_memory).all()
+    assert loaded.why.critical_path().equals(timeline.why.critical_path())
+    assert (loaded.memory.peak == timeline.memory.peak).all()
     with pytest.raises(TimelineError, match="has no costs"):
-        _ = ps.Timeline.load(tmp_path / "t.csv").peak_memory
+        _ = ps.Timeline.load(tmp_path / "t.csv").memory.peak
 
 
 def test_columns_in_any_order(timeline: ps.Timeline, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_replicas_in_a_file(tmp_path: Path) -> None:
     assert same(loaded, timeline)
     assert loaded.graph.n_replicas == 3
     assert loaded.frame["replica"].tolist() == timeline.frame["replica"].tolist()
-    assert (loaded.peak_memory == timeline.peak_memory).all()
+    assert (loaded.memory.peak == timeline.memory.peak).all()
     assert (loaded.busy == timeline.busy).all()
     assert ps.replay(loaded).makespan == pytest.approx(timeline.makespan)
 
@@ -360,11 +360,11 @@ def test_file_keeps_what_the_graph_is(tmp_path: Path, name: str) -> None:
     timeline = ps.simulate(graph, costs)
     timeline.save(tmp_path / "t.csv")
     loaded = ps.Timeline.load(tmp_path / "t.csv", costs=costs)
-    assert loaded.peak_memory.tolist() == timeline.peak_memory.tolist()
+    assert loaded.memory.peak.tolist() == timeline.memory.peak.tolist()
     assert loaded.graph.weight_versions == graph.weight_versions
     assert (loaded.graph.rendezvous, loaded.graph.host.tolist()) == (True, [0, 1, 2, 3])
     assert ps.replay(loaded).makespan == ps.replay(timeline).makespan
-    assert loaded.idle_by_cause().equals(timeline.idle_by_cause())
+    assert loaded.why.idle_by_cause().equals(timeline.why.idle_by_cause())
 
 
 def test_mini_batches_without_steps(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_by_hand() -> None:
         }
     costs = ps.Costs.from_timeline(timeline)
     assert (costs.forward, costs.backward) == ((1.0, 1.0), (2.0, 2.0))
-    assert timeline.idle_by_cause().to_numpy().sum() == pytest.approx(timeline.idle.sum())
+    assert timeline.why.idle_by_cause().to_numpy().sum() == pytest.approx(timeline.idle.sum())
     predicted = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2), step="none"), costs)
     assert ps.Comparison(predicted, timeline).makespan_error == pytest.approx(0)
 

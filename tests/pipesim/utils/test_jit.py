@@ -346,7 +346,7 @@ def test_small_steps_do_not_load_numba() -> None:
     code = (
         "import sys, pipesim as ps\n"
         "graph = ps.lower(ps.schedule('1f1b', 4, 8), n_replicas=2)\n"
-        "ps.simulate(graph, ps.Costs(1, 2)).peak_memory\n"
+        "ps.simulate(graph, ps.Costs(1, 2)).memory.peak\n"
         "assert 'numba' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -128,7 +128,7 @@ def test_no_order_is_faster(case: str) -> None:
     for _ in range(2):
         costs = random_costs(rng, placement.n_stages, split)
         timelines = [ps.simulate(graph, costs) for graph in graphs]
-        needed = np.array([(1 + costs.memory_reserve) * t.peak_memory.max() for t in timelines])
+        needed = np.array([(1 + costs.memory_reserve) * t.memory.peak.max() for t in timelines])
         makespans = np.array([t.makespan for t in timelines])
         lengths = np.array([spans(t) for t in timelines])
         for limit in (None, *rng.choice(np.unique(needed), 2)):

@@ -16,7 +16,7 @@ def check(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     graph, costs = case
     timeline = ps.simulate(graph, costs)
     assert graph_bound(graph, costs) <= timeline.makespan
-    needed = timeline.peak_memory * (1 + costs.memory_reserve)
+    needed = timeline.memory.peak * (1 + costs.memory_reserve)
     if needed.any():
         bound = graph_bound(graph, costs, memory_limit=needed)
         assert bound <= timeline.makespan

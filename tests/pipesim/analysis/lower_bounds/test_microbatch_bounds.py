@@ -83,16 +83,16 @@ def test_no_order_goes_below(data: st.DataObject) -> None:
         schedule = ps.order_by(placement, m, costs, priority=priority, memory_limit=limit,
                                split_backward=is_split)  # fmt: skip
         timeline = ps.simulate(ps.lower(schedule), costs, memory_limit=limit or math.inf)
-        if timeline.fits:
+        if timeline.memory.fits:
             assert bounds["makespan"] <= timeline.makespan
             assert bounds["span"] <= longest_span(timeline) * (1 + 1e-12)
-    assert timeline.lower_bound <= timeline.makespan
+    assert timeline.why.lower_bound <= timeline.makespan
 
 
 def test_timelines_have_a_gap() -> None:
     timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 3)), LENGTHS)
-    assert timeline.lower_bound == 14
-    assert timeline.gap == pytest.approx(timeline.makespan / 14 - 1)
+    assert timeline.why.lower_bound == 14
+    assert timeline.why.gap == pytest.approx(timeline.makespan / 14 - 1)
 
 
 def test_another_number_of_micro_batches() -> None:

@@ -108,7 +108,7 @@ def test_search_and_paths(open_page: Pages, tmp_path: Path) -> None:
     page.canvas.focus()
     page.page.keyboard.press("c")
     path = page.page.evaluate("pipesimPage.chains()[0].tasks")
-    assert path == TIMELINE.critical_path().index.tolist()
+    assert path == TIMELINE.why.critical_path().index.tolist()
     page.page.keyboard.press("]")
     page.page.keyboard.press("]")
     assert page.state["selected"]["task"] == path[1]
@@ -131,7 +131,7 @@ def test_idle_gaps_have_their_causes(open_page: Pages, tmp_path: Path) -> None:
     assert "warm-up" in card
     page.page.click("#tab-idle")
     table = ps_table(page)
-    causes = TIMELINE.idle_by_cause()
+    causes = TIMELINE.why.idle_by_cause()
     for device in range(4):
         shown = table[device][-1]
         assert float(shown.split()[0]) == pytest.approx(1e3 * causes.loc[device].sum(), rel=6e-3)

@@ -91,7 +91,7 @@ def check(timeline: ps.Timeline, answer: dict[str, Any]) -> None:
     np.testing.assert_allclose(answer["busy"], timeline.busy, rtol=1e-12, atol=1e3 * rounding)
     assert answer["bubble"] == pytest.approx(timeline.bubble_fraction, abs=1e-12 + rounding)
     if timeline.ran.any():
-        assert answer["path"] == timeline.critical_path().index.tolist()
+        assert answer["path"] == timeline.why.critical_path().index.tolist()
     if timeline.complete and not rounding:
         check_gaps(timeline, answer["gaps"])
     if answer["memory"] is not None and not rounding:
@@ -112,7 +112,7 @@ def check_memory(timeline: ps.Timeline, devices: list[dict[str, Any]]) -> None:
         rows = frame[frame["device"] == device]
         np.testing.assert_array_equal(held["times"], rows["time"])
         np.testing.assert_allclose(held["nbytes"], rows["nbytes"], atol=1e-6)
-        assert held["peak"] == pytest.approx(timeline.peak_memory[device])
+        assert held["peak"] == pytest.approx(timeline.memory.peak[device])
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
