@@ -222,7 +222,7 @@ def check_type(name: str, value: object, kind: type[T], advice: str = "") -> T:
 
 def wrong_type(name: str, wanted: str, value: object, advice: str = "") -> ArgumentTypeError:
     """Return the error of a value of another type than ``wanted``."""
-    got = f"{value!r:.60} ({type(value).__name__})"
+    got = f"{value_text(value)} ({type(value).__name__})"
     return ArgumentTypeError(f"{name} must be {wanted}, got {got}{advice}")
 
 
@@ -259,7 +259,7 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
             f"give an int of at least {minimum}"
         )
     if value < minimum:
-        raise ArgumentError(f"{name} must be at least {minimum}, got {value}")
+        raise ArgumentError(f"{name} must be at least {minimum}, got {value_text(value)}")
     return int(value)
 
 

@@ -148,10 +148,10 @@ class Transformer:
     learned_positions: bool = True
     dropout: bool = True
     tied_embeddings: bool = True
-    bytes_per_parameter: Amount = 2
-    bytes_per_gradient: Amount = 2
-    bytes_per_activation: Amount = 2
-    optimizer_bytes_per_parameter: Amount = 12
+    bytes_per_parameter: Amount = 2.0
+    bytes_per_gradient: Amount = 2.0
+    bytes_per_activation: Amount = 2.0
+    optimizer_bytes_per_parameter: Amount = 12.0
     n_experts: OptionalSize = 0
     experts_per_token: OptionalSize = 0
     shared_experts: OptionalSize = 0

@@ -121,6 +121,8 @@ class PlanChoice:
         return self.pipeline_parallel > 1 and self.data_parallel > 1
 
     def __str__(self) -> str:
+        if 0 in (self.n_gpus, self.n_microbatches):  # of `partial_choice`
+            return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
         parts = [
             sizes_text(self),
             self.schedule

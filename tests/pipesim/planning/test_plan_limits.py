@@ -91,6 +91,13 @@ def test_schedules_of_several_paths_are_refused_at_once(name: str) -> None:
         plan(schedules=["1f1b", name])
 
 
+def test_texts_name_the_settings_that_are_ruled_out() -> None:
+    """Settings of many configurations have no number of micro-batches, for example."""
+    space = SearchSpace.checked(schedules="1f1b", tensor_parallel=4, sequence_parallel=True)
+    _, ruled_out = space.choices(PlanProblem(MODEL, NODE, 16))
+    assert [str(x.choice) for x in ruled_out] == ["tensor_parallel=4, sequence_parallel=True"]
+
+
 def test_depths_that_a_schedule_cannot_have_are_ruled_out() -> None:
     """The other depths and schedules are planned."""
     build = registry.schedule_info("1f1b").build

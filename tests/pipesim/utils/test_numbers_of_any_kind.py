@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pipesim as ps
+from pipesim.errors import ArgumentError
 
 KINDS = [np.float32, np.float64, np.int64, Fraction, int]
 
@@ -61,3 +62,12 @@ def test_a_sweep_takes_them() -> None:
     table = ps.sweep([{**base, "forward": Fraction(1, 2)}], n_jobs=1, progress=False)
     assert table["makespan"][0] == 4.5
     assert table["error"].isna().all()
+
+
+def test_numbers_of_thousands_of_digits_are_refused() -> None:
+    """Python writes no such number: the message says how long it is."""
+    for value in (-(10**5000), 10**5000):
+        with pytest.raises(ArgumentError, match="more than 30 digits"):
+            ps.GPU(flops=value, bandwidth=1.0)
+    with pytest.raises(ArgumentError, match="at least 1, got a number of more than 30 digits"):
+        ps.schedule("1f1b", -(10**5000), 4)
