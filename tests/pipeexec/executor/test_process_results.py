@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipeexec.executor.step_result import ProcessResult, merge_results
+from pipeexec.executor.step_result import (
+    ProcessResult,
+    StepResult,
+    gathered_result,
+    merge_results,
+)
 from pipesim.timeline.timeline import Timeline
 
 GRAPH = ps.lower(ps.schedule("1f1b", 3, 4))
@@ -103,3 +108,28 @@ def test_issue_times_are_put_together() -> None:
     actual = merge_results(GRAPH, read).timeline.issued
     assert read[1].timeline.issued is None
     np.testing.assert_array_equal(actual, np.where(GRAPH.device == 1, np.nan, issued))
+
+
+def test_every_field_is_sent_and_merged() -> None:
+    """Give a new field a value here that is not its default."""
+    local = part(
+        {0, 1, 2}, losses=dict.fromkeys(range(4), 0.5), loss_dtype="float32", clock_error=0.25,
+        host_times=np.arange(len(GRAPH)) + 0.5, metrics={"accuracy": (3.0, 4.0)}, votes=1,
+    )  # fmt: skip
+    local = replace(local, zero=2.0, timeline=replace(local.timeline, issued=TIMELINE.start))
+    bare = ProcessResult(0.0, local.timeline, {}, 0.0)
+    result = StepResult((), local.timeline, (), 0.0)
+    agreed: dict[str, Any] = {"n_losses": 2, "grad_norm": 1.5, "skipped": True}
+    read = ProcessResult.unpack(GRAPH, local.pack())
+    gathered = gathered_result(replace(result, **agreed), merge_results(GRAPH, [read]))
+    names = {x.name for x in fields(ProcessResult)} - {"timeline"}
+    for name in names:
+        value = getattr(local, name)
+        assert not np.array_equal(value, getattr(bare, name)), f"{name} has its default"
+        for other in (read, merge_results(GRAPH, [read])):
+            np.testing.assert_array_equal(getattr(other, name), value, name)
+    for name in (names & {x.name for x in fields(StepResult)}) - {"losses"}:
+        np.testing.assert_array_equal(getattr(gathered, name), getattr(local, name), name)
+    separate = {"timeline", "part", "metric_sums", "milestones"}  # or empty after `gather`
+    assert {x.name for x in fields(StepResult)} - names - separate == agreed.keys()
+    assert {name: getattr(gathered, name) for name in agreed} == agreed
