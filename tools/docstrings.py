@@ -113,7 +113,13 @@ def _fields_of_record(function: Any) -> set[str]:
     A class inherits its fields, and a function shows them in place of ``**settings``.
     """
     records = function.__mro__[1:] if isinstance(function, type) else [vars(function).get("record")]
-    return {x.name for record in records if is_dataclass(record) for x in fields(record)}
+    return {
+        x.name
+        for record in records
+        if is_dataclass(record)
+        for x in fields(record)
+        if x.name in _described(NumpyDocString(inspect.getdoc(record) or ""))
+    }
 
 
 def _described(sections: NumpyDocString) -> set[str]:

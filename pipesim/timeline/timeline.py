@@ -364,10 +364,8 @@ class Timeline:
 
         - ``issued``, if the times at which tasks were issued are recorded or follow from the
           ``launch`` of ``costs``;
-        - `lower`'s ``rendezvous``, ``hosts``, ``host_threads``, ``grad_sync``, ``skips``,
-          ``portals``, ``prefetch`` and ``expert_replicas``, the shares that OFFLOADs move
-          (``offload_shares``), and the schedule's ``n_batches``, ``n_slices`` and
-          ``weight_versions``, each if it is not the default;
+        - ``hosts``, and each option of the graph that its tasks do not show, such as ``grad_sync``
+          and ``weight_versions``, if it is not the default;
         - ``checksum``, whose first row has the checksum of the file.
 
         Parameters

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
+import pkgutil
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from simulated_runs import longest_span, published
 from strategies import custom_schedules, schedules
 
 import pipesim as ps
+from pipesim import named_schedules
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.ops import Action, Op
@@ -323,6 +326,13 @@ def test_listing() -> None:
     assert table.loc["gpipe", "activations"] == 8
     assert table.loc["gpipe", "options"] == "backward_order, seed"
     assert table["source"].str.contains("arXiv").all()
+
+
+def test_all_files_of_schedules_are_imported() -> None:
+    """Importing every file of the room registers no further schedule."""
+    for module in pkgutil.iter_modules(named_schedules.__path__, f"{named_schedules.__name__}."):
+        importlib.import_module(module.name)
+    assert sorted(_REGISTRY) == NAMES
 
 
 def test_listing_of_a_formula_that_fails() -> None:
