@@ -15,6 +15,7 @@ from ranks import Ranks
 from torch import nn
 
 import pipeexec as px
+import pipesim as ps
 from pipeexec.demo_models.registry import build_model, split
 from pipesim.cli import main
 
@@ -35,6 +36,13 @@ def test_there_is_something_to_run() -> None:
     assert len(PYTHON) >= 2
     assert len(COMMANDS) >= 2
     assert JOINED
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/explanation/the_idea_in_200_lines.md"])
+def test_number_of_schedules(name: str) -> None:
+    """Each page that counts the schedules has their number."""
+    counts = re.findall(r"(\d+) schedules\b", (ROOT / name).read_text())
+    assert counts == [str(len(ps.schedules()))]
 
 
 @pytest.mark.slow
