@@ -22,7 +22,7 @@ from pipesim.costs.kind_routes import (
     message_rows,
 )
 from pipesim.costs.microbatch_costs import cost_classes
-from pipesim.costs.rows import COMPUTED, MEASURED, ROWS
+from pipesim.costs.rows import ADDED, COMPUTED, MEASURED, ROWS
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
 from pipesim.graph.copies import copy_of_replicas
@@ -99,9 +99,10 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
         _add_tied_sums(costs, routes, duration)
     if costs.expert_layers or (kinds.has_segments and Op.R in kinds.ops):
         add_expert_exchanges(costs, routes, duration)
-    if costs.reduce_copies and Op.STEP in routes.rows_of_ops:
-        rows, stages = routes.rows_of_ops[Op.STEP]
-        duration[rows] += costs.per_stage("reduce_copies", n_stages)[stages]
+    for name, op in ADDED.items():
+        if getattr(costs, name) and op in routes.rows_of_ops:
+            rows, stages = routes.rows_of_ops[op]
+            duration[rows] += costs.per_stage(name, n_stages)[stages]
     return CostTable(duration, routes.latency, launch, nbytes, links, share)
 
 

@@ -50,6 +50,8 @@ class Row(NamedTuple):
         Unit of its numbers.
     op, part
         Operation that takes these seconds, and the name of its part.
+    added_to
+        Operation that takes these seconds in addition to others, and whole on each replica.
     computes
         Whether they are seconds in which a device computes. Other seconds of an operation are
         measured ones, in place of those that follow from the network.
@@ -75,6 +77,7 @@ class Row(NamedTuple):
     unit: str = ""
     op: Op | None = None
     part: str = ""
+    added_to: Op | None = None
     computes: bool = False
     varies: bool = False
     constant: bool = False
@@ -253,7 +256,7 @@ class CostFields:
     expert_gradient_bytes: PerStage = _numbers("bytes", is_rare=True)
     expert_optimizer_bytes: PerStage = _numbers("bytes", is_rare=True)
     reduced_share: PerStage = _numbers("shares", 1.0, whole=True, is_rare=True)
-    reduce_copies: PerStage = _work(None, default=0.0, varies=False, is_rare=True)
+    reduce_copies: PerStage = _work(None, default=0.0, varies=False, is_rare=True, added_to=Op.STEP)
     expert_replicas: int = _form(lambda n: check_count("expert_replicas", n), default=1)
     segments: Segments | Sequence[Sequence[Sequence[float]]] | None = _form(checked_segments)
     offload: PerStage | None = _measured(Op.OFFLOAD)
@@ -268,6 +271,8 @@ STAGE_ROWS = {name: row for name, row in ROWS.items() if row.item == "stage"}
 _SECONDS = {(row.op, row.part): name for name, row in ROWS.items() if row.op is not None}
 #: Field with the seconds of an operation that computes, and of its part.
 COMPUTED = {(op, part): name for (op, part), name in _SECONDS.items() if ROWS[name].computes}
+#: Fields with further seconds of an operation, and that operation.
+ADDED = {name: row.added_to for name, row in ROWS.items() if row.added_to is not None}
 #: Field with the measured seconds of a collective or a copy.
 MEASURED = {key: name for key, name in _SECONDS.items() if not ROWS[name].computes}
 #: Field with the seconds of each operation that layers take.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import each_microbatch, n_stages_of
-from pipesim.costs.rows import COMPUTED, STAGE_ROWS, given_rows
+from pipesim.costs.rows import ADDED, COMPUTED, STAGE_ROWS, given_rows
 from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_stages
@@ -72,8 +72,7 @@ def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats
         raise CostsError(f"{name} is missing, so that {op.name} cannot be scaled; give its seconds")
     if op is Op.B:  # B is I and W together
         own += [half for half in STAGE_ROWS[name].substitutes if getattr(costs, half) is not None]
-    if op is Op.STEP and costs.reduce_copies:
-        own.append("reduce_copies")
+    own += [more for more, other in ADDED.items() if other is op and getattr(costs, more)]
     changed = {other: costs.per_stage(other, n) * factors for other in own}
     for other in COMPUTED.values():
         follows = getattr(costs, other) is None and not {*own}.isdisjoint(
