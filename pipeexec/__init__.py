@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pipeexec.validation.result import Validation, load_run
     from pipeexec.validation.validate import validate
 else:  # so that the command line answers without loading torch
-    __getattr__ = lazy_names(__spec__)
+    __getattr__, __dir__ = lazy_names(__spec__)
 
 __all__ = [
     "EmbeddingStage",

@@ -77,8 +77,8 @@ def __getattr__(name: str) -> Any:
     return getattr(imported(module), attribute) if attribute else imported(module)
 
 
-def lazy_names(package: ModuleSpec) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package, which imports a name when it is first used.
+def lazy_names(package: ModuleSpec) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package, which imports names at their first use.
 
     The names are those that its ``__init__`` imports below ``if TYPE_CHECKING``.
     """
@@ -89,11 +89,11 @@ def lazy_names(package: ModuleSpec) -> Callable[[str], Any]:
     def load(name: str) -> Any:
         if (module := places.get(name)) is None:
             raise AttributeError(f"module {package.name!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(module), name)
+        value = getattr(imported(module), name)
         setattr(sys.modules[package.name], name, value)
         return value
 
-    return load
+    return load, lambda: sorted(places.keys() | vars(sys.modules[package.name]))
 
 
 #: Package that each extra of pyproject.toml installs, as users call it.

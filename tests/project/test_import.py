@@ -80,11 +80,13 @@ def test_all_is_what_there_is() -> None:
 
 
 def test_public_names() -> None:
-    """Both packages export these names, whichever room they lie in."""
-    import pipeexec  # loads torch
-
+    """Both packages export these names, and list them for completion, without loading torch."""
+    code = "import sys, pipeexec as p; print(*p.__all__, '|', *dir(p), '|', 'torch' in sys.modules)"
+    exported, listed, loaded = fresh(code).split("|")
     assert pipesim.__all__ == PUBLIC.split()
-    assert pipeexec.__all__ == PUBLIC_EXEC.split()
+    assert exported.split() == PUBLIC_EXEC.split()
+    assert set(exported.split()) <= set(listed.split())
+    assert loaded.strip() == "False"
 
 
 def test_version_of_the_distribution() -> None:
