@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 #: One bit for each pair of this many tasks takes 50 MB.
 MOST_TASKS = 20_000
+_ADVICE = "lower the schedule first: ps.audit(ps.lower(schedule), costs)"
 
 
 class _Removal(NamedTuple):
@@ -48,7 +49,7 @@ class _Removal(NamedTuple):
 
 
 @checked
-def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
+def audit(graph: Annotated[TaskGraph, _ADVICE], costs: Costs | TaskCosts) -> pd.DataFrame:
     """Remove each kind of dependency, wait and stream in turn; return the changes as a table.
 
     ============== =============================================================================

@@ -202,6 +202,7 @@ def _of_class(hint: Any, advice: str = "") -> Check | None:
 def _of_range(kind: type, allowed: Range) -> Check:
     """Return the check of whole numbers, or of real ones, within a range."""
     wanted = allowed.text(kind)
+    high = math.inf if kind is int and allowed.high == _MAX else allowed.high
 
     def run(name: str, value: Any) -> Any:
         result = check_count(name, value, int(allowed.low)) if kind is int else number(value)
@@ -210,7 +211,7 @@ def _of_range(kind: type, allowed: Range) -> Check:
         if allowed.high < result and allowed.high < _MAX:
             most = _digits(allowed.high)
             raise ArgumentError(f"{name} must be at most {most}, got {value_text(value)}")
-        if not allowed.low <= result <= allowed.high or (allowed.above and result == allowed.low):
+        if not allowed.low <= result <= high or (allowed.above and result == allowed.low):
             raise ArgumentError(f"{name} must be {wanted}, got {value_text(value)}")
         return result
 

@@ -216,6 +216,7 @@ def item_to_html(
     path: Path | str,
     *,
     title: str | None = None,
+    layout: str = "stack",
     microbatches: Iterable[int] = (),
 ) -> None:
     """Write an interactive page of this object alone; see `pipesim.to_html`.
@@ -226,11 +227,13 @@ def item_to_html(
         File that ends in ``.html`` or ``.htm``.
     title
         Title of the page; by default the name of the object.
+    layout
+        Place of the panels, of which a comparison has several.
     microbatches
         Other numbers of micro-batches that a slider of the page can choose, for timelines of named
         schedules and comparisons of them.
     """
-    to_html(path, item, title=title, microbatches=microbatches)
+    to_html(path, item, title=title, layout=layout, microbatches=microbatches)
 
 
 def page_path(name: str, value: object) -> Path:

@@ -480,7 +480,7 @@ def test_a_figure_without_a_bubble() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda t: plot.idle(t.graph), ArgumentError, "no Timeline"),
+        (lambda t: plot.idle(t.graph), ArgumentError, "timeline must be a pipesim.Timeline"),
         (lambda t: t.plot.idle(ax=plt), ArgumentError, "ax must be a matplotlib Axes"),
         (lambda t: t.plot.idle(unit="hours"), UnknownNameError, "unit of time 'hours'"),
     ],

@@ -513,7 +513,7 @@ PLAN = ["plan", "llama3_8b", "--cluster", "dgx_h100", "--gpus", "8", "--global-b
         (["simulate", "1f1b", *BASE], "sweeps.settings.predict_timeline"),
         (["compare", "1f1b", "gpipe", *BASE], "sweeps.settings.predict_timeline"),
         (["sweep", "1f1b", "gpipe", *BASE], "cli.commands.run_rows"),
-        (["calibrate", "steps.csv", "--gpu", "h100"], "calibration.fit_gpu.fit_gpu"),
+        (["calibrate", "steps.csv", "--gpu", "h100"], "calibration.fit_gpu.measured_steps"),
         (PLAN, "planning.plan_evaluator.Evaluator.evaluate"),
         (PLAN, "planning.plan_search.refined"),
         (["demo-page"], "cli.page_commands.run"),

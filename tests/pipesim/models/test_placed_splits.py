@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -321,7 +320,7 @@ def test_a_search_in_vain_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         simulated.append(arguments)
         return predict_timeline(*arguments, **options)
 
-    monkeypatch.setattr(sys.modules[predict_timeline.__module__], "predict_timeline", count)
+    monkeypatch.setattr("pipesim.models.placed_split.predict_timeline", count)
     model = layers([1.0] * 40, activation_bytes=[1.0] * 40)
     with pytest.raises(CostsError, match="no split of 40 layers"):
         model.split("balanced", placement=ps.schedule("1f1b", 4, 6), memory_limit=18)

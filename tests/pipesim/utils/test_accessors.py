@@ -55,6 +55,8 @@ def declared() -> Iterator[tuple[str, ...]]:
         }
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for kind in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
+            if kind.name.startswith("_"):
+                continue
             for block in kind.body:
                 if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
                     for line in block.body:
