@@ -72,7 +72,9 @@ autosummary_ignore_module_all = False
 autodoc_typehints = "signature"
 autodoc_member_order = "groupwise"
 autodoc_default_options = {"members": True}
-autodoc_preserve_defaults = True
+autodoc_preserve_defaults = (
+    False  # functions that take the fields of a record have none in their source
+)
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 python_use_unqualified_type_names = True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
 from places import ROOT
 
 from pipeexec.training.read_config import read_config
@@ -52,6 +54,17 @@ def test_python_compiles() -> None:
         for code in blocks(page, "{code-cell}", "python"):
             without_tags = re.sub(r"\A:tags:.*\n", "", code)
             compile(re.sub(r"^[!%].*$", "", without_tags, flags=re.MULTILINE), page, "exec")
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("reference/*.md")), ids=lambda page: page.stem)
+def test_cells_of_the_reference(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their cells take less than a second, and call inner functions that a change may move."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for cell in blocks(page, "{code-cell}"):
+        exec(re.sub(r"\A:tags:.*\n", "", cell), names)  # noqa: S102 - our own pages
 
 
 def test_configurations(tmp_path: Path) -> None:
