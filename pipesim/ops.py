@@ -314,8 +314,8 @@ def _part_number(op: Op, text: str) -> int | None:
 class Overlapped(NamedTuple):
     """The F of one micro-batch and the B of another, which a device runs as one compute action.
 
-    It starts when both can, lasts as long as `pipesim.Costs.overlapped` says, and the results of
-    both come at its end (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
+    It starts when both can, lasts as long as ``overlapped`` of `pipesim.Costs` says, and the
+    results of both come at its end (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
     Attributes
     ----------

@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 from typing import Any
 
 from sphinx.util.nodes import make_refnode
@@ -82,7 +83,20 @@ def _suffixes(name: str) -> list[str]:
     return [".".join(parts[i:]) for i in range(len(parts))]
 
 
+#: An annotation with the range or the advice that `pipesim.utils.checks` reads.
+ANNOTATED = re.compile(
+    r"~?(?:typing\.)?Annotated\[((?:[^\[\],]|\[(?:[^\[\]]|\[[^\[\]]*\])*\])+), "
+    r"(?:[^\[\]'\"]|'[^']*'|\"[^\"]*\")*\]"
+)
+
+
+def without_checks(app: Any, what: Any, name: str, obj: Any, options: Any, *signature: Any) -> Any:
+    """Return a signature whose annotations are the types alone."""
+    return tuple(text and ANNOTATED.sub(r"\1", text) for text in signature)
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Connect the lookup to the build."""
     app.connect("missing-reference", resolve)
+    app.connect("autodoc-process-signature", without_checks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

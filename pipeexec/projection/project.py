@@ -127,7 +127,7 @@ def project(
     - clocks: a machine of which all devices work may run at lower clock speeds;
     - interference: messages and reductions slow down computation at the same time;
     - the host: launches of several devices by one host thread wait for each other. Its time for a
-      task on one device counts as `pipesim.Costs.launch`;
+      task on one device counts as ``launch`` of `pipesim.Costs`;
     - tensors that layers share: a parameter of several layers counts in each, and so do bytes
       between I and W of an input of several layers. Activations count once;
     - the sum of layers: a stage may take less time than its layers one by one, if the host's time
