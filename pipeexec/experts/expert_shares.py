@@ -6,7 +6,7 @@ Processes that have the same experts of a stage sum the gradients of these among
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -234,27 +234,6 @@ def shared_out(module: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(layer, Experts) and not layer.has_all
         for name, parameter in layer.experts.named_parameters(prefix="experts")
     }
-
-
-def counted_parameters(
-    module: nn.Module,
-    parameters: Iterable[nn.Parameter],
-    group: ExpertGroup | None,
-    *,
-    is_first: bool,
-    is_first_here: bool,
-) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a copy of a stage whose gradients no other copy counts.
-
-    After a step every copy has the sums. A norm takes each of them from one copy, and so does a
-    later step that adds to them. ``group`` is None if the copy has all experts, or none;
-    ``is_first`` tells whether it is the first of all copies, ``is_first_here`` of this process.
-    """
-    experts = set() if group is None else {id(p) for p in shared_out(module).values()}
-    counts_experts = group is not None and group.is_first and is_first_here
-    for parameter in parameters:
-        if counts_experts if id(parameter) in experts else is_first:
-            yield parameter
 
 
 def part_of_experts(module: nn.Module) -> str:

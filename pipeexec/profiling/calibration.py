@@ -127,8 +127,9 @@ def profile(
     >>> len(costs.forward), ps.simulate(graph, costs).makespan > 0
     (1, True)
     """
-    options = run_options(options, n_steps=n_steps, warm_up=warm_up)
-    return measure(pipeline, inputs, targets, options=options).costs
+    return measure(
+        pipeline, inputs, targets, options=options, n_steps=n_steps, warm_up=warm_up
+    ).costs
 
 
 def measure(
