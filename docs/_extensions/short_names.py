@@ -19,6 +19,8 @@ from sphinx.util.nodes import make_refnode
 
 #: How the packages are imported in examples.
 SHORT = {"ps.": "pipesim.", "px.": "pipeexec."}
+#: Attributes of timelines whose classes have pages.
+ACCESSORS = ("memory", "plot", "why")
 
 
 def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
@@ -29,7 +31,7 @@ def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     for short, full in SHORT.items():
         if target.startswith(short):
             target = full + target.removeprefix(short)
-    for accessor in ("memory", "plot", "why"):  # their classes have pages
+    for accessor in ACCESSORS:
         target = target.replace(f"Timeline.{accessor}.", f"Timeline{accessor.title()}.")
     objects = env.domains["py"].objects
     names = [name for name in objects if name == target or name.endswith(f".{target}")]
@@ -95,8 +97,18 @@ def without_checks(app: Any, what: Any, name: str, obj: Any, options: Any, *sign
     return tuple(text and ANNOTATED.sub(r"\1", text) for text in signature)
 
 
+def source_module(app: Any, module: str, name: str) -> str | None:
+    """Return the module whose source has a name; of an accessor, one that has not.
+
+    The source of the accessor's class then links to the page of the class.
+    """
+    owner, _, attribute = name.rpartition(".")
+    return module if owner and attribute in ACCESSORS else None
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Connect the lookup to the build."""
     app.connect("missing-reference", resolve)
     app.connect("autodoc-process-signature", without_checks)
+    app.connect("viewcode-follow-imported", source_module)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
