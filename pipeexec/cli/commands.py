@@ -160,7 +160,7 @@ def _train(arguments: argparse.Namespace, processes: Processes | None = None) ->
     from pipeexec.training.train_config import train_config
 
     config = read_config(arguments.config)
-    directory = Path(config["training"]["directory"])
+    directory = Path(config.training.directory)
     arguments.results, arguments.name = directory.parent, directory.name  # for partial timelines
     run = train_config(
         config,

@@ -1,115 +1,121 @@
-"""`read_config`: read the TOML file of a training, and check its keys and their types."""
+"""`read_config`: read the TOML file of a training; a record for each section checks its keys."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
+from pipeexec.splitting.cuts import Balance
+from pipeexec.training.options import TrainingOptions
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
+from pipesim.lowering.recomputes import Recompute
+from pipesim.utils.checks import Count, Fraction, Positive, Whole, checked
 from pipesim.utils.files import check_path, read_toml
 
-# Sections and keys, with their types and defaults.
+FunctionName = Annotated[str, "the name of a function, such as 'package.module:function'"]
+Name = Annotated[str, "a name"]
 
 
+# Sections: their keys, with types and defaults.
+
+
+@checked
 @dataclass(frozen=True)
-class Key:
-    """A key of a section."""
+class ModelSection:
+    """Model and loss."""
 
-    what: str  # the allowed values, in words; an article first
-    accepts: Callable[[Any], bool]  # whether a value is one of them
-    default: Any = None
-    required: bool = False
+    name: Annotated[str, "the name of a demo model"] | None = None
+    factory: FunctionName | None = None
+    loss: FunctionName | None = None
 
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
+    def __post_init__(self) -> None:
+        _check_one_of(name=self.name, factory=self.factory)
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+@checked
+@dataclass(frozen=True)
+class DataSection:
+    """Batches to train on, and to evaluate on."""
+
+    text: Annotated[list[Name], "files or patterns, such as ['texts/*.txt']"] | None = None
+    factory: FunctionName | None = None
+    batch_size: Count | None = None
+    context: Count | None = None
+    held_out: Fraction = 0.1
+    evaluation_batches: Count | None = None
+
+    def __post_init__(self) -> None:
+        _check_one_of(text=self.text, factory=self.factory)
+        if self.held_out == 1:
+            raise ArgumentError("held_out must be below 1, got 1; no text is left to train on")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
+@checked
+@dataclass(frozen=True)
+class PipelineSection:
+    """Stages, schedule and devices."""
+
+    stages: Count | None = None
+    schedule: Annotated[str, "the name of a schedule, or a CSV file"] = "1f1b"
+    microbatches: Count = 8
+    recompute: Recompute = "never"
+    devices: Annotated[list[Name], "names, such as ['cuda:0', 'cuda:1']"] | None = None
+    replicas: Count = 1
+    balance: Balance = "blocks"
+    split: (
+        Annotated[list[Count], "blocks of each stage"]
+        | Annotated[list[Name], "names of modules"]
+        | Annotated[str, "a layout"]
+        | None
+    ) = None
 
 
-def _are(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
+@checked
+@dataclass(frozen=True)
+class OptimizerSection:
+    """Optimizer of each stage."""
+
+    name: Annotated[str, "the name of an optimizer of torch.optim"] = "AdamW"
+    decay_dimensions: Count | None = None
+    max_grad_norm: Positive | None = None
 
 
-def _count(default: int | None = None) -> Key:
-    return Key("a whole number of at least 1", _is_count, default)
+@checked
+@dataclass(frozen=True)
+class SchedulerSection:
+    """Learning-rate scheduler."""
+
+    name: Annotated[str, "the name of a scheduler of torch.optim.lr_scheduler"] | None = None
+    warm_up: Count | None = None
 
 
-def _text(what: str, default: str | None = None, *, required: bool = False) -> Key:
-    return Key(what, _is_text, default, required)
+@checked
+@dataclass(frozen=True)
+class TrainingSection:
+    """Steps and files."""
+
+    directory: Annotated[str, "a folder"]
+    steps: Count | None = None
+    epochs: Count | None = None
+    evaluate_every: Count | None = None
+    checkpoint_every: Count | None = None
+    keep: Count = TrainingOptions.keep
+    autocast: Literal["bfloat16", "float16"] | None = None
+    seed: Whole = 0
+    predict: Annotated[bool, "true or false"] = True
+    timelines: list[Count] | None = None
 
 
-def _choice(*choices: str, default: str | None = None) -> Key:
-    names = ", ".join(map(repr, choices))
-    return Key(f"one of {names}", lambda value: value in choices, default)
-
-
-_FUNCTION = "the name of a function, such as 'package.module:function'"
-_POSITIVE = Key("a number above 0", lambda x: _is_number(x) and x > 0)
-
-#: Keys of each section. Other keys of model, optimizer, scheduler, and of data with a factory are
-#: arguments of the function that the section names.
-SECTIONS: Mapping[str, Mapping[str, Key]] = MappingProxyType(
-    {
-        "model": {
-            "name": _text("the name of a demo model"),
-            "factory": _text(_FUNCTION),
-            "loss": _text(_FUNCTION),
-        },
-        "data": {
-            "text": Key("a list of files or patterns, such as ['texts/*.txt']", _are(_is_text)),
-            "factory": _text(_FUNCTION),
-            "batch_size": _count(),
-            "context": _count(),
-            "held_out": Key("a share, at least 0 and below 1",
-                            lambda x: _is_number(x) and 0 <= x < 1, 0.1),
-            "evaluation_batches": _count(),
-        },
-        "pipeline": {
-            "stages": _count(),
-            "schedule": _text("the name of a schedule, or a CSV file", "1f1b"),
-            "microbatches": _count(8),
-            "recompute": _choice("never", "always", "except_last", default="never"),
-            "devices": Key("a list of names, such as ['cuda:0', 'cuda:1']", _are(_is_text)),
-            "replicas": _count(1),
-            "balance": _text("a balance of px.split, such as 'parameters'"),
-            "split": Key("blocks of each stage, names of modules, or a layout",
-                         lambda x: _is_text(x) or _are(_is_count)(x) or _are(_is_text)(x)),
-        },
-        "optimizer": {
-            "name": _text("the name of an optimizer of torch.optim", "AdamW"),
-            "decay_dimensions": _count(),
-            "max_grad_norm": _POSITIVE,
-        },
-        "scheduler": {
-            "name": _text("the name of a scheduler of torch.optim.lr_scheduler"),
-            "warm_up": _count(),
-        },
-        "training": {
-            "directory": _text("a folder", required=True),
-            "steps": _count(),
-            "epochs": _count(),
-            "evaluate_every": _count(),
-            "checkpoint_every": _count(),
-            "keep": _count(3),
-            "autocast": _choice("bfloat16", "float16"),
-            "seed": Key("a whole number of at least 0", lambda x: type(x) is int and x >= 0, 0),
-            "predict": Key("true or false", lambda x: isinstance(x, bool), True),
-            "timelines": Key("a list of steps, from 1", lambda x: x == [] or _are(_is_count)(x)),
-        },
-    }
-)  # fmt: skip
+def _check_one_of(**values: Any) -> None:
+    """Raise unless one value is not None."""
+    names = [name for name, value in values.items() if value is not None]
+    if len(names) != 1:
+        raise ArgumentError(
+            f"needs either {' or '.join(values)}, got {' and '.join(names) or 'neither'}"
+        )
 
 
 # The file.
@@ -120,26 +126,26 @@ class Config:
     """The content of a TOML file; all sections are there, with the defaults of missing keys."""
 
     path: Path
-    sections: Mapping[str, Mapping[str, Any]]  # values of the known keys
-    # Values of other keys: arguments of the model, data, optimizer or scheduler.
-    arguments: Mapping[str, Mapping[str, Any]]
-
-    def __getitem__(self, section: str) -> Mapping[str, Any]:
-        return self.sections[section]
+    model: ModelSection
+    data: DataSection
+    pipeline: PipelineSection
+    optimizer: OptimizerSection
+    scheduler: SchedulerSection
+    training: TrainingSection
+    #: Values of other keys of a section: arguments of the function that it names.
+    arguments: Mapping[str, dict[str, Any]]
 
     def record(self) -> dict[str, Any]:
         """Return what identifies the training: all that changes its losses, but for rounding.
 
         The pipeline may change, and the training may become longer.
         """
-        names = ("model", "data", "optimizer", "scheduler")
         values = {
-            name: {k: v for k, v in self.sections[name].items() if v is not None}
-            | dict(self.arguments[name])
-            for name in names
+            name: {k: v for k, v in vars(getattr(self, name)).items() if v is not None} | arguments
+            for name, arguments in self.arguments.items()
         }
-        training = self.sections["training"]
-        return {**values, "training": {k: training[k] for k in ("seed", "autocast") if training[k]}}
+        training = {"seed": self.training.seed, "autocast": self.training.autocast}
+        return {**values, "training": {k: v for k, v in training.items() if v}}
 
     def argument_error(self, section: str, name: str, names: list[str], what: str) -> PipeError:
         """Return the error of an argument that a function does not take."""
@@ -148,15 +154,27 @@ class Config:
             f"{suggestion(name, names)} (known: {', '.join(names) or 'none'})"
         )
 
-    @contextmanager
-    def errors(self, section: str) -> Iterator[None]:
+    def errors(self, section: str) -> AbstractContextManager[None]:
         """Name the file and the section in errors of a block."""
-        try:
-            yield
-        except ArgumentError as error:
-            start = f"{self.path}: [{section}] "
-            text = str(error)
-            raise ArgumentError(text if text.startswith(start) else start + text) from error
+        return _errors(self.path, section)
+
+
+#: The record of each section.
+SECTIONS: dict[str, Any] = {
+    name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)
+}
+#: Sections whose other keys are arguments of a function; in ``data``, of the factory.
+_WITH_ARGUMENTS = ("model", "data", "optimizer", "scheduler")
+
+
+@contextmanager
+def _errors(path: Path, section: str) -> Iterator[None]:
+    try:
+        yield
+    except ArgumentError as error:
+        start = f"{path}: [{section}] "
+        text = str(error)
+        raise ArgumentError(text if text.startswith(start) else start + text) from error
 
 
 def read_config(path: Path | str) -> Config:
@@ -171,35 +189,24 @@ def read_config(path: Path | str) -> Config:
             )
         if not isinstance(section, dict):
             raise ArgumentError(f"{path}: {name} must be a section; write [{name}]")
-    sections: dict[str, dict[str, Any]] = {}
+    sections: dict[str, Any] = {}
     arguments: dict[str, dict[str, Any]] = {}
-    for name, keys in SECTIONS.items():
+    for name, kind in SECTIONS.items():
         values = content.get(name, {})
-        sections[name] = {key: _value_of_key(path, name, key, keys[key], values) for key in keys}
-        arguments[name] = {key: value for key, value in values.items() if key not in keys}
-        takes_arguments = name in ("model", "optimizer", "scheduler")
-        if name == "data":
-            takes_arguments = sections[name]["factory"] is not None
-        if arguments[name] and not takes_arguments:
-            key = next(iter(arguments[name]))
+        keys = {key.name: key.default for key in fields(kind)}
+        others = {key: value for key, value in values.items() if key not in keys}
+        takes_others = name in _WITH_ARGUMENTS and (name != "data" or "factory" in values)
+        if others and not takes_others:
+            key = next(iter(others))
             raise UnknownNameError(
                 f"{path}: [{name}] has unknown key {key!r}{suggestion(key, keys)} "
                 f"(known: {', '.join(keys)})"
             )
-    return Config(path, sections, arguments)
-
-
-def _value_of_key(path: Path, section: str, name: str, key: Key, content: Mapping[str, Any]) -> Any:
-    """Return the value of a key, or its default."""
-    if name not in content:
-        if key.required:
-            raise ArgumentError(f"{path}: [{section}] lacks {name}, {key.what}; add it")
-        return key.default
-    value = content[name]
-    if not key.accepts(value):
-        shown = "true" if value is True else "false" if value is False else repr(value)
-        raise ArgumentError(
-            f"{path}: [{section}] {name} must be {key.what}, got {shown:.60} "
-            f"({type(value).__name__})"
-        )
-    return value
+        if name in _WITH_ARGUMENTS:
+            arguments[name] = others
+        for key, default in keys.items():
+            if default is MISSING and key not in values:
+                raise ArgumentError(f"{path}: [{name}] lacks {key}; add it")
+        with _errors(path, name):
+            sections[name] = kind(**{key: values[key] for key in keys if key in values})
+    return Config(path, **sections, arguments=arguments)

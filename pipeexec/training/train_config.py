@@ -56,19 +56,19 @@ def train_config(
     ``n_steps`` takes the place of ``steps`` in the configuration, if it is not None. A step in
     which no task ends for ``timeout`` seconds is given up. The others are as for `pipeexec.train`.
     """
-    training = config["training"]
+    training = config.training
     with guard_processes(processes):
         # Torch takes 64 bits; a longer seed wraps, as the seed of the demo models does.
-        torch.manual_seed(training["seed"] % (1 << 63))
+        torch.manual_seed(training.seed % (1 << 63))
         rank, n_ranks = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
-        replicas = replicas_of(rank, n_ranks, config["pipeline"]["replicas"])
+        replicas = replicas_of(rank, n_ranks, config.pipeline.replicas)
         model, loss = make_model(config), make_loss(config)
         batches, evaluation = make_data(config, replicas)
         sample = _sample(config, batches)
-    autocast = training["autocast"]
+    autocast = training.autocast
     scaler: GradScaler | None = None
     if autocast == "float16":
-        scaler = GradScaler(torch.device((config["pipeline"]["devices"] or ["cpu"])[0]).type)
+        scaler = GradScaler(torch.device((config.pipeline.devices or ["cpu"])[0]).type)
     with (
         make_pipeline(config, model, loss, sample, scaler, processes, timeout) as pipeline,
         nullcontext()
@@ -78,18 +78,18 @@ def train_config(
         return train(
             pipeline,
             batches,
-            n_steps=training["steps"] if n_steps is None else n_steps,
-            epochs=training["epochs"],
+            n_steps=training.steps if n_steps is None else n_steps,
+            epochs=training.epochs,
             scheduler=make_scheduler(config, pipeline),
             evaluation=evaluation,
-            evaluate_every=None if evaluation is None else training["evaluate_every"],
-            directory=training["directory"],
-            checkpoint_every=training["checkpoint_every"],
-            keep=training["keep"],
+            evaluate_every=None if evaluation is None else training.evaluate_every,
+            directory=training.directory,
+            checkpoint_every=training.checkpoint_every,
+            keep=training.keep,
             resume=resume,
             record=config.record(),
-            costs=MEASURE if training["predict"] else None,
-            timelines=training["timelines"] or (),
+            costs=MEASURE if training.predict else None,
+            timelines=training.timelines or (),
             on_evaluation=on_evaluation,
             progress=progress,
         )
@@ -114,22 +114,11 @@ def _sample(config: Config, batches: Batches) -> Any:
 # Model, loss and data.
 
 
-def _one_of(config: Config, section: str, *keys: str) -> str:
-    """Return which one of some keys a section has."""
-    names = [key for key in keys if config[section][key] is not None]
-    if len(names) != 1:
-        raise ArgumentError(
-            f"needs either {' or '.join(keys)}, got {' and '.join(names) or 'neither'}"
-        )
-    return names[0]
-
-
 def make_model(config: Config) -> nn.Module:
     """Return the model that a configuration names."""
     with config.errors("model"):
-        section, seed = config["model"], config["training"]["seed"]
-        if _one_of(config, "model", "name", "factory") == "factory":
-            name = section["factory"]
+        section, seed = config.model, config.training.seed
+        if (name := section.factory) is not None:
             factory = imported(name, config.path.parent)
             model = call(config, "model", name, factory, config.arguments["model"])
             if not isinstance(model, nn.Module):
@@ -137,8 +126,8 @@ def make_model(config: Config) -> nn.Module:
                     f"factory {name!r} returned {model!r:.60}; it must return a torch.nn.Module"
                 )
             return model
-        name = section["name"]
-        spec = MODELS[check_name("model", name, MODELS)]
+        name = check_name("model", section.name, MODELS)
+        spec = MODELS[name]
         make = partial(spec.make, seed)
         result = call(config, "model", name, make, config.arguments["model"])
         layers: nn.Module = result[0]
@@ -148,42 +137,43 @@ def make_model(config: Config) -> nn.Module:
 def make_loss(config: Config) -> Loss:
     """Return the loss function: by default the cross entropy over all positions."""
     with config.errors("model"):
-        name = config["model"]["loss"]
+        name = config.model.loss
         return cross_entropy if name is None else imported(name, config.path.parent)
 
 
 def make_data(config: Config, replicas: Sequence[int]) -> tuple[Batches, Batches | None]:
     """Return the batches of this process's replicas: to train on, and to evaluate on or None."""
     with config.errors("data"):
-        if _one_of(config, "data", "text", "factory") == "text":
+        if config.data.factory is None:
             return _text_data(config, replicas)
-        return _factory_data(config, replicas)
+        return _factory_data(config, config.data.factory, replicas)
 
 
 def _text_data(config: Config, replicas: Sequence[int]) -> tuple[Batches, Batches | None]:
     """Return batches of texts; their last part is for evaluations."""
-    section, n_replicas = config["data"], config["pipeline"]["replicas"]
-    size = section["batch_size"] or 16
+    section, n_replicas = config.data, config.pipeline.replicas
+    size = section.batch_size or 16
     if size % n_replicas:
         raise ArgumentError(
             f"batch_size={size} is that of all {n_replicas} replicas; give a multiple of them"
         )
-    text = read_texts(text_files(section["text"], config.path.parent))
-    n_held_out = int(len(text) * section["held_out"])
+    assert section.text is not None  # without a factory
+    text = read_texts(text_files(section.text, config.path.parent))
+    n_held_out = int(len(text) * section.held_out)
     share = (replicas[0] * size // n_replicas, (replicas[-1] + 1) * size // n_replicas)
     make = partial(TextBatches, context=_context(config), batch_size=size, share=share)
-    training = make(text[: len(text) - n_held_out], seed=config["training"]["seed"])
+    training = make(text[: len(text) - n_held_out], seed=config.training.seed)
     if not n_held_out:
         return training, None
-    limit = section["evaluation_batches"]
+    limit = section.evaluation_batches
     return training, make(text[len(text) - n_held_out :], seed=None, limit=limit)
 
 
 def _context(config: Config) -> int:
     """Return the bytes of a sample: by default those that a demo model takes."""
-    context: int | None = config["data"]["context"]
-    if context is None and config["model"]["name"] in MODELS:
-        options = {**MODELS[config["model"]["name"]].options, **config.arguments["model"]}
+    context, name = config.data.context, config.model.name
+    if context is None and name is not None and name in MODELS:
+        options = {**MODELS[name].options, **config.arguments["model"]}
         if isinstance(value := options.get("sequence"), int):
             context = value
     if context is None:
@@ -191,13 +181,14 @@ def _context(config: Config) -> int:
     return context
 
 
-def _factory_data(config: Config, replicas: Sequence[int]) -> tuple[Batches, Batches | None]:
+def _factory_data(
+    config: Config, name: str, replicas: Sequence[int]
+) -> tuple[Batches, Batches | None]:
     """Return the batches that a function of the user makes."""
-    name, n_replicas = config["data"]["factory"], config["pipeline"]["replicas"]
+    n_replicas = config.pipeline.replicas
     factory: Callable[..., Any] = imported(name, config.path.parent)
-    keys = ("batch_size", "context")
-    arguments = {k: v for k in keys if (v := config["data"][k]) is not None}
-    arguments |= config.arguments["data"]
+    own = {"batch_size": config.data.batch_size, "context": config.data.context}
+    arguments = {k: v for k, v in own.items() if v is not None} | config.arguments["data"]
     if len(replicas) < n_replicas:
         names, takes_any = keyword_parameters(factory)
         if "replicas" not in names and not takes_any:
@@ -215,10 +206,10 @@ def _factory_data(config: Config, replicas: Sequence[int]) -> tuple[Batches, Bat
 
 def n_devices(config: Config, processes: Processes | None) -> tuple[int, int]:
     """Return the numbers of devices of a replica, and of this process."""
-    section, n_ranks = config["pipeline"], 1 if processes is None else processes.n_ranks
-    n_replicas, names = section["replicas"], section["devices"]
+    section, n_ranks = config.pipeline, 1 if processes is None else processes.n_ranks
+    n_replicas, names = section.replicas, section.devices
     n_all = None if names is None else len(names) * n_ranks
-    n_stages = section["stages"]
+    n_stages = section.stages
     if n_stages is None:
         n_stages = 2 if n_all is None else max(1, n_all // n_replicas)
     if n_all is None and n_stages * n_replicas % n_ranks:
@@ -247,16 +238,15 @@ def make_pipeline(
 ) -> Pipeline:
     """Return the pipeline of a model; ``sample`` has the inputs of one batch."""
     with config.errors("pipeline"):
-        section = config["pipeline"]
+        section = config.pipeline
         n_stages, n_local = n_devices(config, processes)
-        schedule = source_info(section["schedule"]).make(n_stages, section["microbatches"])
+        schedule = source_info(section.schedule).make(n_stages, section.microbatches)
         homes = _graph(config, schedule, processes, ()).homes
         first = 0 if processes is None else processes.rank * n_local
         local = range(first, first + n_local)
         own = sorted({k for row in homes.tolist() for k, d in enumerate(row) if d in local})
-        options = {} if section["balance"] is None else {"balance": section["balance"]}
-        cuts = section["split"] or homes.shape[1]
-        stages = split(model, cuts, sample=sample, only=own, **options)
+        cuts = homes.shape[1] if section.split is None else section.split
+        stages = split(model, cuts, sample=sample, balance=section.balance, only=own)
         graph = _graph(config, schedule, processes, stages.tied_stages)
     with config.errors("optimizer"):
         optimizer = make_optimizer(config)
@@ -264,12 +254,12 @@ def make_pipeline(
         return Pipeline(
             stages,
             graph,
-            section["devices"] or ["cpu"] * n_local,
+            section.devices or ["cpu"] * n_local,
             loss,
             optimizer,
             timeout=timeout,
             processes=processes,
-            max_grad_norm=config["optimizer"]["max_grad_norm"],
+            max_grad_norm=config.optimizer.max_grad_norm,
             grad_scaler=grad_scaler,
         )
 
@@ -281,23 +271,23 @@ def _graph(
     tied: Sequence[tuple[int, ...]],
 ) -> TaskGraph:
     """Return the graph of a step, with the collectives over stages that it needs."""
-    section = config["pipeline"]
+    section = config.pipeline
     return pipesim.lower(
         schedule,
-        recompute=section["recompute"],
-        n_replicas=section["replicas"],
+        recompute=section.recompute,
+        n_replicas=section.replicas,
         hosts="one" if processes is None else "per_device",
         tied=tied,
-        grad_norm=config["optimizer"]["max_grad_norm"] is not None
-        or config["training"]["autocast"] == "float16",
+        grad_norm=config.optimizer.max_grad_norm is not None
+        or config.training.autocast == "float16",
     )
 
 
 def make_optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Return the function that makes the optimizer of a stage."""
-    section, arguments = config["optimizer"], dict(config.arguments["optimizer"])
-    optimizer = named_class(section["name"], torch.optim, torch.optim.Optimizer)
-    least = section["decay_dimensions"]
+    section, arguments = config.optimizer, dict(config.arguments["optimizer"])
+    optimizer = named_class(section.name, torch.optim, torch.optim.Optimizer)
+    least = section.decay_dimensions
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         groups: Any = list(parameters)
@@ -305,7 +295,7 @@ def make_optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.o
             decayed = [p for p in groups if p.dim() >= least]
             others = [p for p in groups if p.dim() < least]
             groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        result = call(config, "optimizer", section["name"], optimizer, arguments, groups)
+        result = call(config, "optimizer", section.name, optimizer, arguments, groups)
         assert isinstance(result, torch.optim.Optimizer)
         return result
 
@@ -318,8 +308,8 @@ def make_scheduler(config: Config, pipeline: Pipeline) -> LRSchedulers | None:
 
     ``warm_up`` steps before it raise the rate from zero in equal steps.
     """
-    section, arguments = config["scheduler"], config.arguments["scheduler"]
-    name, warm_up = section["name"], section["warm_up"]
+    section, arguments = config.scheduler, config.arguments["scheduler"]
+    name, warm_up = section.name, section.warm_up
     if name is None and warm_up is None:
         return None
     module = torch.optim.lr_scheduler
@@ -330,7 +320,7 @@ def make_scheduler(config: Config, pipeline: Pipeline) -> LRSchedulers | None:
         if warm_up is not None:
             rise = module.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
         if kind is not None:
-            after = call(config, "scheduler", name, kind, arguments, optimizer)
+            after = call(config, "scheduler", kind.__name__, kind, arguments, optimizer)
         if warm_up is not None:
             after = module.SequentialLR(optimizer, [rise, after], [warm_up])
         scheduler: torch.optim.lr_scheduler.LRScheduler = after

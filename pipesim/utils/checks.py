@@ -1,8 +1,8 @@
 """`checked`: annotations of a function or of a dataclass check its arguments, once, at the door.
 
 Annotations that are checked: `bool`, `str`, classes, `Literal`, `Callable`, `Mapping`, the aliases
-below, and unions of these. All others, such as plain `int` and `float`, sequences, arrays and
-paths, are left to the function, and so are classes that are imported for type checking alone.
+below, and unions and lists of these. All others, such as plain `int` and `float`, sequences, arrays
+and paths, are left to the function, and so are classes that are imported for type checking alone.
 
 The check is one more frame, which warnings skip (`pipesim.utils.caller_warnings.warn_caller`).
 """
@@ -92,7 +92,9 @@ def checked(door: Door) -> Door:
     """Return a function, or the dataclass itself, that checks its arguments by their annotations.
 
     A text in ``Annotated`` is advice for the message: ``Annotated[Costs, "give ps.Costs(...)"]``;
-    for a function, an example of a call: ``Annotated[Callable[..., Any], "loss_fn(output)"]``.
+    for a function, an example of a call: ``Annotated[Callable[..., Any], "loss_fn(output)"]``; for
+    `str`, `bool` and lists, the allowed values: ``Annotated[str, "a folder"]`` is one that is not
+    empty.
     """
     return checked_as(ArgumentError)(door)
 
@@ -182,6 +184,10 @@ _PLAIN: dict[Any, Check | None] = {
 def _of_class(hint: Any, advice: str = "") -> Check | None:
     """Return the check of a class, a function or a mapping."""
     kind: Any = get_origin(hint) or hint
+    if kind is list:
+        return _of_list(get_args(hint)[0], advice)
+    if kind in (str, bool) and advice:
+        return Check(lambda name, x: _described(name, x, kind, advice), advice, kind)
     if kind in _PLAIN:
         return _PLAIN[kind]
     if kind in (Mapping, Callable):
@@ -197,6 +203,30 @@ def _of_class(hint: Any, advice: str = "") -> Check | None:
     if not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
         return None
     return Check(lambda name, x: check_type(name, x, kind, advice), f"a {kind.__name__}", kind)
+
+
+def _described(name: str, value: Any, kind: type, wanted: str) -> Any:
+    if isinstance(value, kind) and value not in ("", []):
+        return value
+    raise wrong_type(name, wanted, value)
+
+
+def _of_list(hint: Any, advice: str) -> Check | None:
+    """Return the check of a list of values of a type."""
+    values = check_of(hint)
+    if values is None:
+        return None
+    wanted = f"a list of {advice}" if advice else f"a list, each {values.wanted}"
+
+    def run(name: str, value: Any) -> Any:
+        try:
+            if isinstance(value, list) and (value or not advice):
+                return [values.run(name, x) for x in value]
+        except ArgumentError:
+            pass
+        raise wrong_type(name, wanted, value)
+
+    return Check(run, wanted)
 
 
 def _of_range(kind: type, allowed: Range) -> Check:

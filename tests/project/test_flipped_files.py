@@ -250,7 +250,7 @@ KINDS = {
     ),
     "configuration of a training": Kind(
         written("x.toml", lambda path: shutil.copy(TRAINING, path)),
-        lambda f: read_config(f / "x.toml").sections,
+        lambda f: read_config(f / "x.toml"),
         by_users=True,
     ),
     "log of a training": Kind(

@@ -1,4 +1,4 @@
-"""A field of a record that a place forgets: files, flags, sweeps, prices, plans.
+"""A field of a record that a place forgets: files, flags, sweeps, prices, plans, pages.
 
 Options of `lower` and fields of `Costs` and `Parallel` are read from their signatures, so a new one
 fails here until it has an example, and then until each place knows it.
@@ -6,8 +6,10 @@ fails here until it has an example, and then until each place knows it.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pickle
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,9 +17,12 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 from command_output import succeed
+from places import ROOT
 from same_timelines import same
 
 import pipesim as ps
+from pipeexec.training import train_config
+from pipeexec.training.read_config import SECTIONS
 from pipesim.costs.rows import ROWS, STAGE_ROWS
 from pipesim.models.parallel import PARALLEL, SEARCHED, ParallelSettings
 from pipesim.sweeps.settings import FLAT, LOWERING, transformer_costs
@@ -308,3 +313,21 @@ def test_flags_and_trainers_know_each_setting_of_parallel(
     flags = "--micro-batch-size 1 --expert-model-parallel-size 2 --num-layers 4"
     options = ps.read_megatron(flags).cost_options
     assert set(PARALLEL) - options.keys() == NOT_READ
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_trainings_know_each_key_of_a_configuration(section: str) -> None:
+    """The page lists it, and a training reads it."""
+    page = (ROOT / "docs" / "how_to" / "train.md").read_text()
+    listed = re.search(
+        rf"^\[{section}\]\n((?:.+\n)+)", page.split("All sections and keys")[1], re.M
+    )
+    assert listed, section
+    keys = {key.name for key in fields(SECTIONS[section])}
+    assert keys - set(re.findall(r"\w+", listed[1])) == set()
+    read = {
+        x.attr
+        for x in ast.walk(ast.parse(inspect.getsource(train_config)))
+        if isinstance(x, ast.Attribute)
+    }
+    assert keys - read == set()

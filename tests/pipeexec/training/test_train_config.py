@@ -263,11 +263,19 @@ BAD: dict[str, tuple[str, str]] = {
     "no section": ("model = 3", "model must be a section; write [model]"),
     "key": (changed("pipeline", "stage = 2"), "[pipeline] has unknown key 'stage'; did you mean "
             "'stages'?"),
-    "type": (CONFIG.replace("steps = 4", 'steps = "4"'), "[training] steps must be a whole number "
-             "of at least 1, got '4' (str)"),
-    "flag": (changed("training", "seed = true"), "seed must be a whole number of at least 0, got "
-             "true (bool)"),
-    "missing": (re.sub("directory.*", "", CONFIG), "[training] lacks directory, a folder"),
+    "type": (CONFIG.replace("steps = 4", 'steps = "4"'), "[training] steps must be a whole number, "
+             "got '4' (str); give an int of at least 1"),
+    "flag": (CONFIG.replace("predict = false", "predict = 'yes'"), "[training] predict must be "
+             "true or false, got 'yes' (str)"),
+    "choice": (changed("pipeline", 'recompute = "allways"'), "[pipeline] unknown recompute "
+               "'allways'; did you mean 'always'? (known: always, except_last, never)"),
+    "list": (changed("training", "timelines = [0]"), "[training] timelines must be a list, each a "
+             "whole number (at least 1), got [0] (list)"),
+    "one of several types": (changed("pipeline", "split = [1, 'a']"), "[pipeline] split must be a "
+                             "list of blocks of each stage or a list of names of modules or a "),
+    "nothing to train on": (CONFIG.replace("[data]", "[data]\nheld_out = 1.0"), "[data] held_out "
+                            "must be below 1, got 1"),
+    "missing": (re.sub("directory.*", "", CONFIG), "[training] lacks directory; add it"),
     "model": (CONFIG.replace('"gpt"', '"gtp"'), "[model] unknown model 'gtp'; did you mean 'gpt'?"),
     "model's argument": (changed("model", "layer = 2"), "[model] 'layer' is no argument of gpt; "
                          "did you mean 'layers'?"),

@@ -54,6 +54,10 @@ def door(
     k: Count | Literal["last"] = "last",
     only_typed: Decimal | None = None,
     sizes: list[int] | None = None,
+    folder: Annotated[str, "a folder"] = ".",
+    files: Annotated[list[Annotated[str, "a file"]], "files, such as ['a.txt']"] | None = None,
+    steps: list[Count] | None = None,
+    truth: Annotated[bool, "true or false"] = True,
     **options: bool,
 ) -> dict[str, Any]:
     """Return the arguments."""
@@ -84,6 +88,11 @@ def door(
         ({"loss": 3}, ArgumentTypeError, "loss must be a function, called as loss(output), got 3"),
         ({"share": -1}, ArgumentError, "must be a finite number (at least 0, at most 1), got -1"),
         ({"table": [1]}, ArgumentTypeError, "table must be a mapping, such as {'a': 1}, got [1]"),
+        ({"folder": ""}, ArgumentTypeError, "folder must be a folder, got '' (str)"),
+        ({"files": []}, ArgumentTypeError, "files must be a list of files, such as ['a.txt'], got"),
+        ({"files": ["a", ""]}, ArgumentTypeError, "files must be a list of files, such as ['a.txt"),
+        ({"steps": [1, 0]}, ArgumentTypeError, "must be a list, each a whole number (at least 1)"),
+        ({"truth": 1}, ArgumentTypeError, "truth must be true or false, got 1 (int)"),
         ({"k": 0}, ArgumentError, "k must be at least 1, got 0"),
         ({"k": "lasst"}, UnknownNameError, "unknown k 'lasst'; did you mean 'last'?"),
         ({"k": 1.5}, ArgumentTypeError, "must be 'last' or a whole number (at least 1), got 1.5"),
