@@ -42,27 +42,28 @@ _MOST_CELLS_PER_ACTION = 1000
 def verify_listing(schedule: Schedule) -> None:
     """Check all invariants of a schedule except deadlocks."""
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
+    n_actions, placement = len(schedule.op), schedule.placement
     if schedule.n_batches < 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} has n_batches={schedule.n_batches}; give at least 1, with "
             "schedule.with_updates"
         )
     _check_slices(schedule)
-    if n_stages * n_microbatches > _MOST_CELLS_PER_ACTION * len(schedule):
+    if n_stages * n_microbatches > _MOST_CELLS_PER_ACTION * n_actions:
         raise ScheduleError(
-            f"schedule {schedule.name!r} lists {len(schedule)} actions, but {n_stages} stages and "
+            f"schedule {schedule.name!r} lists {n_actions} actions, but {n_stages} stages and "
             f"n_microbatches={n_microbatches} need at least {2 * n_stages * n_microbatches}; give "
             "the number of micro-batches that it has"
         )
-    if n_microbatches < schedule.placement.n_paths:
+    if n_microbatches < placement.n_paths:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {n_microbatches} micro-batches for the "
-            f"{schedule.placement.n_paths} paths of its placement; give each path one at least"
+            f"{placement.n_paths} paths of its placement; give each path one at least"
         )
     listed = np.zeros((n_stages, n_microbatches), dtype=np.uint8)
     columns = schedule.op, schedule.stage, schedule.microbatch, schedule.ptr
-    paths = schedule.placement.path_of(n_microbatches)
-    if not _lists_all(*columns, np.asarray(schedule.placement.paths), paths, listed):
+    paths = placement.path_of(n_microbatches)
+    if not _lists_all(*columns, np.asarray(placement.paths), paths, listed):
         _check_cells(schedule)
         _check_counts(schedule)
     _check_overlaps(schedule)

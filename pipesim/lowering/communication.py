@@ -52,11 +52,6 @@ class Collectives(NamedTuple):
     #: Whether replicas gather the parameters after each has updated its share.
     unshards: bool
 
-    @property
-    def sharded(self) -> tuple[int, ...]:
-        """Stages whose rows are spread over the replicas."""
-        return self.exchanges.sharded
-
 
 @lru_cache(maxsize=32)
 def add_partners(
@@ -161,7 +156,7 @@ def _add_reductions(
     is_bucket = np.arange(reduce.shape[1]) < n_buckets[:, None]
     numbers = np.arange(is_bucket.sum() * len(homes)).reshape(-1, len(homes))
     reduce[is_bucket] = len(kinds) + numbers
-    is_dense = ~np.isin(compute.stage, collectives.sharded)
+    is_dense = ~np.isin(compute.stage, collectives.exchanges.sharded)
     if len(n_buckets):
         gradients = compute.is_op(WEIGHT_GRADS) & compute.completes
         last = np.flatnonzero(gradients & is_dense)

@@ -11,12 +11,13 @@ gathers after them, come after all other tasks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from pipesim.errors import ArgumentError
-from pipesim.graph.options import Tied, tied_text
+from pipesim.graph.options import Tied, checked_tied, tied_text
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.issue_order import Issued
 from pipesim.ops import SENDS, WEIGHT_GRADS, Op
@@ -35,12 +36,16 @@ class DeviceCollectives(NamedTuple):
 
 
 def checked_device_collectives(
-    schedule: Schedule, tied: Tied, grad_norm: bool, sharded: tuple[int, ...], step: str
+    schedule: Schedule,
+    tied: Iterable[Iterable[int]] | str,
+    grad_norm: bool,
+    sharded: tuple[int, ...],
+    step: str,
 ) -> DeviceCollectives:
     """Return the options of `pipesim.lower`, checked to suit the schedule."""
-    what = [f"tied={tied_text(tied)!r}"] * bool(tied)
-    what += ["grad_norm=True"] * grad_norm
-    if what and schedule.n_batches > 1:
+    groups = checked_tied(tied, schedule.n_stages)
+    if (groups or grad_norm) and schedule.n_batches > 1:
+        what = [f"tied={tied_text(groups)!r}"] * bool(groups) + ["grad_norm=True"] * grad_norm
         raise ArgumentError(
             f"{' and '.join(what)}, but schedule {schedule.name!r} steps {schedule.n_batches} "
             "times while micro-batches are in flight: a stage would step before other stages have "
@@ -51,13 +56,13 @@ def checked_device_collectives(
             'grad_norm=True, but step="none": the norm of the gradients is for the optimizer '
             "steps; leave step or grad_norm out"
         )
-    for group in tied:
+    for group in groups:
         for stage in sorted(set(group) & set(sharded)):
             raise ArgumentError(
                 f"tied names stage {stage}, which is sharded: each replica has other rows of its "
                 "embedding, so that no other stage has a copy; leave it out of tied or sharded"
             )
-    return DeviceCollectives(tied, grad_norm)
+    return DeviceCollectives(groups, grad_norm)
 
 
 def with_device_collectives(

@@ -17,17 +17,19 @@ Tasks of micro-batch 3 on a sharded stage 0, in order::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, check_count
 from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.issue_order import Issued
 from pipesim.ops import EXCHANGES, WEIGHT_GRADS, Op
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import CSR, Ints
 
 SparseGradSync = Literal["every", "last"]
@@ -48,30 +50,68 @@ class Exchanges(NamedTuple):
 
 
 def checked_exchanges(
-    sharded: tuple[int, ...],
+    schedule: Schedule,
+    sharded: Iterable[int] | int,
     exchange_work: ExchangeWork,
     prefetch_keys: bool,
     sparse_grad_sync: SparseGradSync,
 ) -> Exchanges:
     """Check the options of `pipesim.lower` for exchanges of sharded stages, and return them."""
+    stages = _checked_sharded(sharded, schedule)
     needs_shards = {
         'exchange_work="compute"': exchange_work == "compute",
         'sparse_grad_sync="last"': sparse_grad_sync == "last",
     }
-    for text in [text for text, is_given in needs_shards.items() if is_given and not sharded]:
+    for text in [text for text, is_given in needs_shards.items() if is_given and not stages]:
         raise ArgumentError(
             f"{text}, but no stage is sharded, so there are no exchanges; add sharded=, such as "
             f"sharded=[0], or leave {text.partition('=')[0]} out"
         )
-    if prefetch_keys and 0 not in sharded:
+    if prefetch_keys and 0 not in stages:
         raise ArgumentError(
-            f"prefetch_keys=True, but stage 0 is not among sharded={list(sharded)}: a later stage "
+            f"prefetch_keys=True, but stage 0 is not among sharded={list(stages)}: a later stage "
             "gets its keys from the stage before, which are not available earlier; shard stage "
             "0, or leave prefetch_keys out"
         )
-    return Exchanges(sharded, *needs_shards.values())._replace(
-        prefetches=prefetch_keys, accumulates=sparse_grad_sync == "last"
-    )
+    return Exchanges(stages, exchange_work == "compute", prefetch_keys, sparse_grad_sync == "last")
+
+
+def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:
+    """Return the numbers of the sharded stages."""
+    n_stages, n_paths, n_batches = schedule.n_stages, schedule.placement.n_paths, schedule.n_batches
+    try:
+        if isinstance(sharded, (str, Mapping)):
+            raise TypeError
+        sequence = (sharded,) if isinstance(sharded, (int, np.integer)) else sharded
+        stages = tuple(itertools.islice(sequence, n_stages + 1))
+    except TypeError:
+        raise ArgumentError(
+            f"sharded must be the numbers of stages, such as [0], got {sharded!r}"
+        ) from None
+    for stage in stages:
+        if check_count("sharded: a stage", stage, 0) >= n_stages:
+            raise ArgumentError(
+                f"sharded names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
+            )
+        if stage == n_stages - 1:
+            raise ArgumentError(
+                f"sharded names stage {stage}, the last one, which computes the loss; its vectors "
+                "have to go to a stage after it"
+            )
+    if len(set(stages)) < len(stages):
+        raise ArgumentError(f"sharded names a stage twice: {list(stages)}; name each once")
+    if stages and n_paths > 1:
+        raise ArgumentError(
+            f"sharded={list(stages)}, but schedule {schedule.name!r} has {n_paths} paths, each "
+            "with other micro-batches; take a schedule of one path"
+        )
+    if stages and n_batches > 1:
+        raise ArgumentError(
+            f"sharded={list(stages)}, but schedule {schedule.name!r} steps {n_batches} times while "
+            "micro-batches are in flight, and shards have no versions of their weights; take a "
+            "schedule of one mini-batch"
+        )
+    return stages
 
 
 def exchange_kinds(

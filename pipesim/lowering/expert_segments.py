@@ -16,6 +16,7 @@ like any other: none lasts longer or shorter as half of a pair.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,20 +33,33 @@ ExpertLayers = tuple[int, ...]
 _MOST_LAYERS = 1000
 
 
-def checked_expert_layers(
-    expert_layers: object, n_stages: int, sharded: tuple[int, ...]
-) -> ExpertLayers:
-    """Return the layers with experts of each stage, from the argument of `pipesim.lower`."""
-    values = _values(expert_layers, n_stages)
-    layers = tuple(
-        check_count(  # costs have whole floats
-            f"expert_layers of stage {stage}",
-            int(value) if isinstance(value, float) and value.is_integer() else value,
-            0,
+def checked_experts(
+    expert_layers: object,
+    n_stages: int,
+    sharded: tuple[int, ...],
+    expert_replicas: int | None,
+    n_replicas: int,
+) -> tuple[ExpertLayers, int]:
+    """Return the layers with experts of each stage, and how many replicas share them; 0 for all."""
+    if isinstance(expert_layers, (str, bytes, Mapping)) or not isinstance(
+        expert_layers, (Iterable, int, float)
+    ):
+        raise ArgumentError(
+            "expert_layers must be the number of layers with experts of each stage, one number or "
+            f"one a stage, such as Costs.expert_layers; got {expert_layers!r:.60}"
         )
-        for stage, value in enumerate(values)
+    values: list[Any] = (
+        list(expert_layers) if isinstance(expert_layers, Iterable) else [expert_layers] * n_stages
     )
-    for stage, n in enumerate(layers):
+    if len(values) not in (0, n_stages):
+        raise ArgumentError(
+            f"expert_layers has {len(values)} values for {n_stages} stages; give one number, or "
+            "one a stage"
+        )
+    for stage, value in enumerate(values):
+        if isinstance(value, float) and value.is_integer():  # as costs have them
+            values[stage] = int(value)
+        n = check_count(f"expert_layers of stage {stage}", values[stage], 0)
         if n > _MOST_LAYERS:
             raise ArgumentError(
                 f"expert_layers of stage {stage} must be at most {_MOST_LAYERS}, got {n}"
@@ -55,39 +69,12 @@ def checked_expert_layers(
                 f"expert_layers gives stage {stage} {n} layers with experts, but it is a sharded "
                 "embedding; give it 0"
             )
-    return layers if any(layers) else ()
-
-
-def _values(expert_layers: object, n_stages: int) -> list[object]:
-    """Return one value a stage."""
-    if isinstance(expert_layers, (str, bytes, Mapping)) or (
-        not isinstance(expert_layers, Iterable) and not isinstance(expert_layers, (int, float))
-    ):
-        raise ArgumentError(
-            "expert_layers must be the number of layers with experts of each stage, one number or "
-            f"one a stage, such as Costs.expert_layers; got {expert_layers!r:.60}"
-        )
-    if not isinstance(expert_layers, Iterable):
-        return [expert_layers] * n_stages
-    values = list(expert_layers)
-    if len(values) not in (0, n_stages):
-        raise ArgumentError(
-            f"expert_layers has {len(values)} values for {n_stages} stages; give one number, or "
-            "one a stage"
-        )
-    return values
-
-
-def checked_expert_replicas(expert_replicas: int | None, n_replicas: int) -> int:
-    """Return the number of replicas that exchange tokens; 0 for all."""
-    if expert_replicas is None:
-        return 0
-    if n_replicas % expert_replicas:
+    if expert_replicas is not None and n_replicas % expert_replicas:
         raise ArgumentError(
             f"expert_replicas={expert_replicas} replicas that together have all experts do not "
             f"divide n_replicas={n_replicas}; give lower(n_replicas=...) a multiple of it"
         )
-    return expert_replicas % n_replicas
+    return (tuple(values), (expert_replicas or 0) % n_replicas) if any(values) else ((), 0)
 
 
 def with_segments(

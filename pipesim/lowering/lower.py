@@ -6,13 +6,10 @@ equal replicas alone.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
-import numpy as np
-
-from pipesim.errors import ArgumentError, check_count
+from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import (
     GradSyncArgument,
@@ -21,7 +18,6 @@ from pipesim.graph.options import (
     LoweringOptions,
     OffloadArgument,
     checked_grad_sync,
-    checked_tied,
     grad_sync_by_stage,
     grad_sync_text,
     group_sizes,
@@ -47,7 +43,7 @@ from pipesim.lowering.exchanges import (
     checked_exchanges,
     ordered_exchanges,
 )
-from pipesim.lowering.expert_segments import checked_expert_layers, checked_expert_replicas
+from pipesim.lowering.expert_segments import checked_experts
 from pipesim.lowering.issue_order import (
     IssueOrder,
     in_issue_order,
@@ -86,28 +82,36 @@ def checked_collectives(
     step: str,
 ) -> Collectives:
     """Return the collectives of a schedule, from options of `pipesim.lower`."""
-    n_stages = schedule.n_stages
-    batch_size = schedule.n_microbatches // schedule.n_batches
-    syncs = checked_grad_sync(grad_sync, n_stages, batch_size)
+    n_stages, n_batches, n_paths = schedule.n_stages, schedule.n_batches, schedule.placement.n_paths
+    syncs = checked_grad_sync(grad_sync, n_stages, schedule.n_microbatches // n_batches)
     named = set(grad_sync) & set(exchanges.sharded) if isinstance(grad_sync, Mapping) else ()
     if named:
         raise ArgumentError(
             f"grad_sync names stage {min(named)}, which is sharded and reduces no gradients: it "
             'exchanges them; leave it out, and give sparse_grad_sync="every" or "last"'
         )
-    reduces = n_replicas * schedule.placement.n_paths > 1
-    collectives = Collectives(
-        grad_sync=syncs,
-        buckets=tuple(
-            n_buckets if sync == "bucketed" else 1
-            for sync in (grad_sync_by_stage(syncs, n_stages) if reduces else ())
-        ),
-        groups=tuple(group_sizes(syncs, n_stages).tolist()),
-        exchanges=exchanges,
-        unshards=shard_optimizer and n_replicas > 1,
-    )
-    _check_collectives(schedule, collectives, grad_sync_text(syncs), step)
-    return collectives
+    groups = tuple(group_sizes(syncs, n_stages).tolist())
+    if n_paths > 1 and any(groups):
+        raise ArgumentError(
+            f'grad_sync="{grad_sync_text(syncs)}", but schedule {schedule.name!r} has {n_paths} '
+            "paths, each with other micro-batches; take a schedule of one path"
+        )
+    reduces = n_replicas * n_paths > 1
+    if reduces and n_batches > 1 and step == "none":
+        raise ArgumentError(
+            f'step="none", but schedule {schedule.name!r} has {n_batches} mini-batches, '
+            "whose gradients are reduced over replicas: without steps between them those of one "
+            "would be added to those of the next; leave step out, or take n_replicas=1"
+        )
+    unshards = shard_optimizer and n_replicas > 1
+    if unshards and n_batches > 1:
+        raise ArgumentError(
+            f"shard_optimizer=True, but schedule {schedule.name!r} steps {n_batches} "
+            "times while micro-batches are in flight; take a schedule of one mini-batch"
+        )
+    stages = grad_sync_by_stage(syncs, n_stages) if reduces else ()
+    buckets = tuple(n_buckets if sync == "bucketed" else 1 for sync in stages)
+    return Collectives(syncs, buckets, groups, exchanges, unshards)
 
 
 def forward_collectives(collectives: Collectives) -> Collectives:
@@ -119,63 +123,6 @@ def forward_collectives(collectives: Collectives) -> Collectives:
         exchanges=collectives.exchanges._replace(accumulates=False),
         unshards=False,
     )
-
-
-def checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:
-    """Return the numbers of the sharded stages."""
-    try:
-        if isinstance(sharded, (str, Mapping)):
-            raise TypeError
-        sequence = (sharded,) if isinstance(sharded, (int, np.integer)) else sharded
-        stages = tuple(itertools.islice(sequence, schedule.n_stages + 1))
-    except TypeError:
-        raise ArgumentError(
-            f"sharded must be the numbers of stages, such as [0], got {sharded!r}"
-        ) from None
-    for stage in stages:
-        if check_count("sharded: a stage", stage, 0) >= schedule.n_stages:
-            raise ArgumentError(
-                f"sharded names stage {stage}; there are {schedule.n_stages} stages, "
-                f"0..{schedule.n_stages - 1}"
-            )
-        if stage == schedule.n_stages - 1:
-            raise ArgumentError(
-                f"sharded names stage {stage}, the last one, which computes the loss; its vectors "
-                "have to go to a stage after it"
-            )
-    if len(set(stages)) < len(stages):
-        raise ArgumentError(f"sharded names a stage twice: {list(stages)}; name each once")
-    return stages
-
-
-def _check_collectives(
-    schedule: Schedule, collectives: Collectives, grad_sync: str, step: str
-) -> None:
-    """Raise for collectives that do not suit a schedule."""
-    several = any(collectives.groups)
-    if schedule.placement.n_paths > 1 and (several or collectives.sharded):
-        what = f'grad_sync="{grad_sync}"' if several else f"sharded={list(collectives.sharded)}"
-        raise ArgumentError(
-            f"{what}, but schedule {schedule.name!r} has {schedule.placement.n_paths} paths, each "
-            "with other micro-batches; take a schedule of one path"
-        )
-    if schedule.n_batches > 1 and step == "none" and collectives.buckets:
-        raise ArgumentError(
-            f'step="none", but schedule {schedule.name!r} has {schedule.n_batches} mini-batches, '
-            "whose gradients are reduced over replicas: without steps between them those of one "
-            "would be added to those of the next; leave step out, or take n_replicas=1"
-        )
-    if collectives.unshards and schedule.n_batches > 1:
-        raise ArgumentError(
-            f"shard_optimizer=True, but schedule {schedule.name!r} steps {schedule.n_batches} "
-            "times while micro-batches are in flight; take a schedule of one mini-batch"
-        )
-    if collectives.sharded and schedule.n_batches > 1:
-        raise ArgumentError(
-            f"sharded={list(collectives.sharded)}, but schedule {schedule.name!r} steps "
-            f"{schedule.n_batches} times while micro-batches are in flight, and shards have no "
-            "versions of their weights; take a schedule of one mini-batch"
-        )
 
 
 @checked
@@ -430,21 +377,23 @@ def lower(
             "stream, and R never waits for it; add overlap=False, or leave recompute_waits out"
         )
     verify_listing(schedule)
-    check_tasks(len(schedule) * n_replicas)
+    check_tasks(len(schedule.op) * n_replicas)
+    n_stages = schedule.n_stages
     host = host_of_devices(hosts, n_replicas * schedule.n_devices)
-    pairs = checked_skips(skips, schedule.n_stages)
-    shards = checked_sharded(sharded, schedule)
-    exchanges = checked_exchanges(shards, exchange_work, prefetch_keys, sparse_grad_sync)
+    pairs = checked_skips(skips, n_stages)
+    exchanges = checked_exchanges(schedule, sharded, exchange_work, prefetch_keys, sparse_grad_sync)
+    shards = exchanges.sharded
     collectives = checked_collectives(
         schedule, grad_sync, n_buckets, exchanges, n_replicas, shard_optimizer, step
     )
-    groups = checked_tied(tied, schedule.n_stages)
-    experts = checked_expert_layers(expert_layers, schedule.n_stages, shards)
-    n_sharing = checked_expert_replicas(expert_replicas, n_replicas)
-    of_devices = checked_device_collectives(schedule, groups, grad_norm, shards, step)
+    experts, n_sharing = checked_experts(
+        expert_layers, n_stages, shards, expert_replicas, n_replicas
+    )
+    of_devices = checked_device_collectives(schedule, tied, grad_norm, shards, step)
+    groups = of_devices.tied
     offloads = checked_offloads(offload, prefetch, schedule, shards)
     parameters = checked_parameter_shards(
-        schedule, shard_parameters, prefetch, n_replicas=n_replicas, tied=groups, sharded=shards,
+        schedule, shard_parameters, prefetch, shards, n_replicas=n_replicas, tied=groups,
         shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync,
     )  # fmt: skip
     # Iterables were checked, and may be used up.
@@ -482,7 +431,7 @@ def lower(
         forward_only=forward_only,
         tied=of_devices.tied,
         prefetch=prefetch,
-        expert_replicas=n_sharing if experts else 0,
+        expert_replicas=n_sharing,
         offload_shares=shares,
         source=source,
     )
@@ -511,7 +460,7 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
     ``lower(schedule, n_replicas=n)`` for any ``n`` above 1 if ``replicated``, else of one replica.
     """
     verify_listing(schedule)
-    check_tasks(len(schedule))
+    check_tasks(len(schedule.op))
     collectives = checked_collectives(
         schedule, "last", 1, Exchanges(), 2 if replicated else 1, shard_optimizer, "flush"
     )

@@ -47,12 +47,16 @@ class ParameterShards(NamedTuple):
 
 
 def checked_parameter_shards(
-    schedule: Schedule, shard_parameters: ShardParameters, prefetch: int, **others: object
+    schedule: Schedule,
+    shard_parameters: ShardParameters,
+    prefetch: int,
+    sharded: tuple[int, ...],
+    **others: object,
 ) -> ParameterShards:
     """Return the option ``shard_parameters`` of `pipesim.lower`, checked to suit the schedule.
 
     ``others`` are other arguments of `pipesim.lower`, checked: ``n_replicas``, ``shard_optimizer``,
-    ``grad_sync``, ``tied`` and ``sharded``.
+    ``grad_sync`` and ``tied``.
     """
     value = checked_shard_parameters(shard_parameters)
     if value == "none":
@@ -78,11 +82,8 @@ def checked_parameter_shards(
     }
     for text in (text for text, is_wrong in wrong.items() if is_wrong):
         raise ArgumentError(f"{what}, but {text}")
-    rows = others["sharded"]
-    assert isinstance(rows, tuple)  # for mypy
-    return ParameterShards(
-        tuple(stage for stage in range(schedule.n_stages) if stage not in rows), window, prefetch
-    )
+    stages = tuple(stage for stage in range(schedule.n_stages) if stage not in sharded)
+    return ParameterShards(stages, window, prefetch)
 
 
 def checked_shard_parameters(value: object) -> ShardParameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -92,17 +92,17 @@ class Placement:
         """Device of each stage, on the first path."""
         return self.paths[0]
 
-    @property
+    @cached_property
     def n_stages(self) -> int:
         """Number of stages."""
         return len(self.device_of)
 
-    @property
+    @cached_property
     def n_paths(self) -> int:
         """Number of paths, which is the number of copies of each stage."""
         return len(self.paths)
 
-    @property
+    @cached_property
     def n_devices(self) -> int:
         """Number of devices."""
         return 1 + max(max(path) for path in self.paths)

@@ -469,12 +469,12 @@ class Schedule:
         """Return the schedule with other fields; subclasses drop the time that they predict."""
         return replace(self, **changes)
 
-    @property
+    @cached_property
     def n_devices(self) -> int:
         """Number of devices."""
         return self.placement.n_devices
 
-    @property
+    @cached_property
     def n_stages(self) -> int:
         """Number of stages."""
         return self.placement.n_stages
