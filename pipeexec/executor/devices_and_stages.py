@@ -12,6 +12,7 @@ from pipeexec.devices.make_devices import make_devices
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.remote_messages import agree_on_weights
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_part import StepPart
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
@@ -76,6 +77,7 @@ def agree_on_pipeline(
     modules: Sequence[nn.Module],
     graph: TaskGraph,
     processes: Processes,
+    parts: Sequence[StepPart],
     *,
     loss_reduction: str,
     has_optimizer: bool,
@@ -85,4 +87,4 @@ def agree_on_pipeline(
     processes.agree("whether there is an optimizer", has_optimizer)
     processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
     if graph.n_replicas > 1:
-        agree_on_weights(modules, graph, processes)
+        agree_on_weights(modules, graph, processes, parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.gradient_reduction import sum_gradients
@@ -25,16 +26,19 @@ from pipeexec.executor.step_capture import CudaGraphs
 from pipeexec.executor.step_part import StageArguments, StepPart
 from pipeexec.experts.expert_shares import (
     ExpertGroup,
+    ShapeModule,
     check_experts,
     expert_groups,
+    expert_layers,
     layers_of_graph,
     member_of_replica,
     n_members,
+    part_of_experts,
     shared_out,
 )
 from pipeexec.experts.stage import ExpertStage, ForwardExpertStage, Rows, exchange_rows
 from pipeexec.stages.stage import StageLike
-from pipesim.errors import ExecutionError
+from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
 from pipesim.ops import Op, is_expert_exchange
@@ -66,6 +70,12 @@ class ExpertLayers(StepPart):
                 self._counts.update((id(x), counts) for x in shared_out(module).values())
                 stages.add(slot % n)
 
+    def weight_shares(
+        self, graph: TaskGraph, stage: int, module: nn.Module
+    ) -> Mapping[nn.Parameter, str]:
+        """Return the numbers of the experts that a stage has a share of."""
+        return dict.fromkeys(shared_out(module).values(), part_of_experts(module))
+
     def make_stages(
         self, graph: TaskGraph, arguments: Sequence[StageArguments], *, trains: bool
     ) -> Mapping[int, StageLike]:
@@ -87,6 +97,21 @@ class ExpertLayers(StepPart):
         if task.op == Op.REDUCE_GRAD and stage.index in self.groups:
             return for_all_members(partial(reduce_gradients, sum_copies=self._sums))
         return _SEGMENT_HANDLERS.get(task.op) if task.part >= 0 else None
+
+    def group_backend(self, task: Task, ranks: Sequence[int]) -> str | None:
+        """Return the backend of exchanges; gloo exchanges no tensors of GPUs."""
+        if not is_expert_exchange(task.op, task.part):
+            return None
+        if list(ranks) != sorted(set(ranks)):
+            raise ArgumentError(
+                f"replicas that share the experts of stage {task.stage} are in processes "
+                f"{list(ranks)}; give each a process of its own, or all of them one process"
+            )
+        return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+    def shape_module(self, module: nn.Module) -> nn.Module:
+        """Return a module with one expert in place of all, and without exchanges."""
+        return ShapeModule(module) if expert_layers(module) else module
 
     def before(self, step: Step) -> None:
         """Let experts count once."""

@@ -145,6 +145,7 @@ class PlacedModel:
                 self.modules,
                 graph,
                 processes,
+                parts,
                 loss_reduction=loss_reduction,
                 has_optimizer=self.zero_grad,
             )

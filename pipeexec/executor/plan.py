@@ -47,7 +47,9 @@ def plan(
     _check_links(graph, devices)
     is_local = np.array([not isinstance(x, RemoteDevice) for x in devices])[graph.device]
     tasks = np.flatnonzero(is_local).tolist()
-    remote_parts = None if processes is None else RemoteParts(graph, tasks, devices, processes)
+    remote_parts = (
+        None if processes is None else RemoteParts(graph, tasks, devices, processes, parts)
+    )
     sync_plan = _SyncPlan(graph, is_local)
     with_recompute = _stage_microbatches(graph, Op.R)
     with_weight_grad = _stage_microbatches(graph, Op.W)

@@ -44,16 +44,12 @@ from pipeexec.distributed.signatures import (
 from pipeexec.executor.planned_task import PlannedTask, Remote
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_inputs import StepInputs
-from pipeexec.experts.expert_shares import part_of_experts, shared_out
+from pipeexec.executor.step_part import StepPart
 from pipeexec.nesting import Arguments
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.tasks import Task
 from pipesim.graph.verify import verify
-from pipesim.ops import OF_DEVICES, RECVS, SENDS, Op, is_expert_exchange
-
-#: Backend of exchanges of experts' tokens: gloo exchanges no tensors of GPUs.
-_EXCHANGE_BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+from pipesim.ops import OF_DEVICES, RECVS, SENDS, Op
 
 
 class RemoteParts:
@@ -69,6 +65,7 @@ class RemoteParts:
         tasks: Sequence[int],
         devices: Sequence[Device],
         processes: Processes,
+        parts: Sequence[StepPart],
     ) -> None:
         self.graph, self.processes = graph, processes
         local_devices = {d: x for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)}
@@ -82,7 +79,7 @@ class RemoteParts:
         # With rendezvous, an early posted receive would tell the sender that the receiver is ready.
         self._next_message = {} if graph.rendezvous else _next_messages(self._routes)
         self._blocking = _blocking_streams(graph, self._routes)
-        self._groups = _process_groups(graph, ranks, processes)
+        self._groups = _process_groups(graph, ranks, processes, parts)
         streams = [(d, name) for name in ("compute", "collective") for d in local_devices]
         self._slots = {x: FIRST_TASK + n for n, x in enumerate(streams[:MOST_STREAMS])}
 
@@ -248,11 +245,13 @@ def _next_messages(routes: Mapping[int, ChannelRoute]) -> dict[int, int]:
 
 
 def _process_groups(
-    graph: TaskGraph, ranks: Sequence[int], processes: Processes
+    graph: TaskGraph, ranks: Sequence[int], processes: Processes, parts: Sequence[StepPart]
 ) -> dict[int, ProcessGroup]:
     """Return the process group of each collective that spans processes.
 
-    Every process makes the groups in the same order.
+    Every process makes the groups in the same order. There is one a stage and operation, so that no
+    stage waits for collectives of another, nor an exchange or a gather for reductions, which are on
+    another stream. Collectives of devices have one a part, such as a group of tied stages.
     """
     groups = {}
     for number in range(len(graph.collectives)):
@@ -260,28 +259,13 @@ def _process_groups(
         rank_of_member = [ranks[graph.device[t]] for t in members]
         member_ranks = sorted({*rank_of_member})
         if len(member_ranks) > 1:
-            task, backend = graph.task(int(members[0])), "gloo"
-            if is_expert_exchange(task.op, task.part):
-                backend = _EXCHANGE_BACKEND
-                if rank_of_member != member_ranks:
-                    raise ArgumentError(
-                        f"replicas that share the experts of stage {task.stage} are in processes "
-                        f"{rank_of_member}; give each a process of its own, or all of them one "
-                        "process"
-                    )
-            groups[number] = processes.group(member_ranks, backend, _group_key(task))
+            task = graph.task(int(members[0]))
+            backends = (part.group_backend(task, rank_of_member) for part in parts)
+            backend = next((x for x in backends if x is not None), "gloo")
+            place = task.part if task.op in OF_DEVICES else task.stage
+            key = f"{task.op} {place} of replica {task.replica}"
+            groups[number] = processes.group(member_ranks, backend, key)
     return groups
-
-
-def _group_key(task: Task) -> str:
-    """Return the key of a collective's group, with one of its members.
-
-    There is one a stage and operation, so that no stage waits for collectives of another, nor an
-    exchange or a gather for reductions, which are on another stream. Collectives of devices have
-    one a part, such as a group of tied stages.
-    """
-    number = task.part if task.op in OF_DEVICES else task.stage
-    return f"{task.op} {number} of replica {task.replica}"
 
 
 # Agreement of processes
@@ -311,18 +295,20 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
     return processes.n_graphs
 
 
-def agree_on_weights(modules: Sequence[nn.Module], graph: TaskGraph, processes: Processes) -> None:
-    """Check that copies of a stage in different processes begin with the same weights.
-
-    Processes have different rows of sharded stages, which are not compared.
-    """
-    rows = processes.share([_checksums(module) for module in modules])
-    for stage in sorted({*range(graph.n_stages)}.difference(graph.sharded)):
+def agree_on_weights(
+    modules: Sequence[nn.Module],
+    graph: TaskGraph,
+    processes: Processes,
+    parts: Sequence[StepPart],
+) -> None:
+    """Check that copies of a stage in different processes begin with the same weights."""
+    n = graph.n_stages
+    local = [_checksums(x, graph, slot % n, parts) for slot, x in enumerate(modules)]
+    rows = processes.share(local)
+    for stage in range(n):
         sums: dict[str, set[str]] = defaultdict(set)
-        for part, checksum in (
-            x for row in rows for own in row[stage :: graph.n_stages] for x in own
-        ):
-            sums[part].add(checksum)
+        for share, checksum in (x for row in rows for own in row[stage::n] for x in own):
+            sums[share].add(checksum)
         if any(len(different) > 1 for different in sums.values()):
             raise ArgumentError(
                 f"stage {stage} begins with different weights in different processes; build "
@@ -330,25 +316,20 @@ def agree_on_weights(modules: Sequence[nn.Module], graph: TaskGraph, processes: 
             )
 
 
-def _checksums(module: nn.Module) -> list[tuple[str, str]]:
-    """Return checksums of a module's parameters; none for a stage of another process.
-
-    Experts of which it has a share have a checksum of their own, with their numbers.
-    """
+def _checksums(
+    module: nn.Module, graph: TaskGraph, stage: int, parts: Sequence[StepPart]
+) -> list[tuple[str, str]]:
+    """Return the checksum of each share of a module's parameters; none in other processes."""
     if isinstance(module, RemoteStage):
         return []
-    experts = list(shared_out(module).values())
-    of_experts = {id(parameter) for parameter in experts}
-    others = [p for p in module.parameters() if id(p) not in of_experts]
-    own = [(part_of_experts(module), _parameter_checksum(experts))] if experts else []
-    return [("", _parameter_checksum(others)), *own]
-
-
-def _parameter_checksum(parameters: Iterable[nn.Parameter]) -> str:
-    checksum = hashlib.sha256()
-    for parameter in parameters:
-        checksum.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return checksum.hexdigest()
+    shares: dict[nn.Parameter, str] = {}
+    for part in parts:
+        shares.update(part.weight_shares(graph, stage, module))
+    checksums = {"": hashlib.sha256()}
+    for x in module.parameters():
+        checksum = checksums.setdefault(shares.get(x, ""), hashlib.sha256())
+        checksum.update(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return [(share, checksum.hexdigest()) for share, checksum in checksums.items()]
 
 
 def agree_on_shapes(

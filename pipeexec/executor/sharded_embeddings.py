@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.devices.device import Values, device_ranks
 from pipeexec.embedding.stage import (
@@ -39,6 +41,14 @@ class ShardedEmbeddings(StepPart):
             copies = model.modules[stage :: graph.n_stages]
             for module in [x for x in copies if not isinstance(x, RemoteStage)][:1]:
                 check_embedding(module, stage, ranks)
+
+    def weight_shares(
+        self, graph: TaskGraph, stage: int, module: nn.Module
+    ) -> Mapping[nn.Parameter, str]:
+        """Return that each rank has different rows."""
+        if stage not in graph.sharded or not isinstance(module, EmbeddingStage):
+            return {}
+        return dict.fromkeys(module.parameters(), f"rows of rank {module.embedding.rank}")
 
     def make_stages(
         self, graph: TaskGraph, arguments: Sequence[StageArguments], *, trains: bool

@@ -4,16 +4,19 @@ A pipeline is made::
 
     check           may the graph be run?
     agree           have all processes the same options?
+    weight_shares   which weights differ between processes?
     place           take modules and optimizers
 
 A graph is planned::
 
     make_stages     stages that run otherwise
     handlers        functions that run tasks; stage_handler
+    group_backend   of collectives of several processes
     prepare         stages and planned tasks
 
 A step runs. After a failure, ``restore`` takes the place of ``after`` and ``result``::
 
+    shape_module    shapes of messages between processes, in a first step
     sync            values of parameters and of the batch; evaluations run this hook alone
     before          gradients from before the step, options of stages
     tasks           before_optimizer in each STEP
@@ -68,6 +71,12 @@ class StepPart:
     def agree(self, model: PlacedModel, processes: Processes) -> None:
         """Check that every process has the same options."""
 
+    def weight_shares(
+        self, graph: TaskGraph, stage: int, module: nn.Module
+    ) -> Mapping[nn.Parameter, str]:
+        """Return the share of each weight of which processes have different ones, as text."""
+        return {}
+
     def place(self, graph: TaskGraph, model: PlacedModel) -> None:
         """Take the modules and optimizers of a model; all processes call this."""
 
@@ -85,10 +94,18 @@ class StepPart:
         """Return the handler of a task that this stage runs otherwise; None for others."""
         return None
 
+    def group_backend(self, task: Task, ranks: Sequence[int]) -> str | None:
+        """Return the backend of a collective whose members have these ranks; None for gloo."""
+        return None
+
     def prepare(
         self, graph: TaskGraph, stages: Sequence[StageLike], tasks: Sequence[PlannedTask]
     ) -> None:
         """Take the stages and planned tasks of a graph."""
+
+    def shape_module(self, module: nn.Module) -> nn.Module:
+        """Return a module that runs alone, and has outputs of the shapes of a stage."""
+        return module
 
     def sync(self, step: Step) -> None:
         """Prepare values for a step or an evaluation, before replicas take those of the first."""

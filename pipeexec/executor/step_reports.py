@@ -18,7 +18,6 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.remote_messages import agree_on_graph, agree_on_messages
 from pipeexec.executor.step import Step, task_place
 from pipeexec.executor.step_result import ProcessResult, merge_results
-from pipeexec.experts.expert_shares import shape_module
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -181,12 +180,13 @@ class ProcessReports:
         """Agree on the messages of the first step of `shapes`, and report that a step starts."""
         processes = self.processes
         if self.shapes not in self._messages:
-            modules = [shape_module(module) for module in self.model.modules]
-            devices = self.model.devices
+            modules = list(self.model.modules)
+            for part in self.model.parts:
+                modules = [part.shape_module(module) for module in modules]
             if len(self._messages) >= _MOST_SHAPES:
                 del self._messages[next(iter(self._messages))]
             self._messages[self.shapes] = agree_on_messages(
-                self.graph, tasks, modules, devices, step.inputs, processes
+                self.graph, tasks, modules, self.model.devices, step.inputs, processes
             )
         step.expected_messages = self._messages[self.shapes]
         set_step((message.head for message in step.expected_messages.values()), step.number)

@@ -81,19 +81,15 @@ def _check_reached(
         )
 
 
-def shape_module(module: nn.Module) -> nn.Module:
-    """Return a module whose outputs have the shapes of a stage's, without exchanges of tokens."""
-    return _ShapeModule(module) if expert_layers(module) else module
-
-
-class _ShapeModule(nn.Module):
-    """Runs a stage with one of its experts in place of all."""
+class ShapeModule(nn.Module):
+    """Runs a stage with one of its experts in place of all, and without exchanges of tokens."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *values: Tensor) -> object:
+        """Return outputs of the shapes of the stage."""
         output: object = values if len(values) > 1 else values[0]
         for child in _children(self.module):
             if isinstance(child, Experts):

@@ -87,4 +87,4 @@ def test_messages_between_processes_are_refused() -> None:
     graph = lowered(n=2)
     devices = [CpuDevice(0), RemoteDevice("cpu:1", 1)]
     with pytest.raises(ArgumentError, match=r"0SEND_F0 of device 0 is on stream 'send:1/0'"):
-        RemoteParts(graph, [], devices, Two())  # type: ignore[arg-type]
+        RemoteParts(graph, [], devices, Two(), ())  # type: ignore[arg-type]
