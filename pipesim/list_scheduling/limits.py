@@ -5,6 +5,7 @@ Static bytes and workspaces of devices are those of a graph of one micro-batch a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -142,19 +143,26 @@ def _is_several(value: object) -> TypeGuard[Sequence[object] | NDArray[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+def any_order(placement: Placement, n_microbatches: int, ops: tuple[Op, ...]) -> Schedule:
+    """Return a schedule: all F down the stages, then all others up."""
+    path_of, stages = placement.path_of(n_microbatches), range(placement.n_stages)
+    paths = [(path, np.flatnonzero(path_of == k)) for k, path in enumerate(placement.paths)]
+    actions: list[list[tuple[Any, ...]]] = [[] for _ in range(placement.n_devices)]
+    for in_turn, own_ops in ((stages, ops[:1]), (reversed(stages), ops[1:])):
+        for stage, (path, numbers), op in itertools.product(in_turn, paths, own_ops):
+            actions[path[stage]].append((op, stage, numbers))
+    devices = []
+    for rows in actions:
+        *columns, microbatches = zip(*rows, strict=True)
+        sizes = [len(own) for own in microbatches]
+        devices.append((*(np.repeat(x, sizes) for x in columns), np.concatenate(microbatches)))
+    return Schedule.from_columns("any order", placement, n_microbatches, devices)
+
+
 @lru_cache(maxsize=16)  # a search over configurations asks for the same placements
 def one_microbatch_graph(placement: Placement, ops: tuple[Op, ...]) -> TaskGraph:
-    """Return a graph of one micro-batch a path: all F down the stages, then all others up."""
-    actions: list[list[tuple[Op, int, int]]] = [[] for _ in range(placement.n_devices)]
-    n_stages = placement.n_stages
-    for stage in range(n_stages):
-        for path, devices in enumerate(placement.paths):
-            actions[devices[stage]].append((Op.F, stage, path))
-    for stage in reversed(range(n_stages)):
-        for path, devices in enumerate(placement.paths):
-            actions[devices[stage]] += [(op, stage, path) for op in ops[1:]]
-    columns = (tuple(map(list, zip(*rows, strict=True))) for rows in actions)
-    return lower(Schedule.from_columns("one micro-batch", placement, placement.n_paths, columns))
+    """Return a graph of one micro-batch a path."""
+    return lower(any_order(placement, placement.n_paths, ops))
 
 
 def activation_limits(graph: TaskGraph, costs: Sequence[Costs], memory_limit: object) -> Floats:

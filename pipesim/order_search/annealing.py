@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.order_search.evaluate import receivers
-from pipesim.order_search.lane_order import LaneOrder, first_tasks, occurrences, rows_of
+from pipesim.order_search.lane_order import (
+    LaneOrder,
+    first_tasks,
+    occurrences,
+    rows_of,
+    task_lanes,
+)
 from pipesim.order_search.problem import OrderProblem
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
@@ -87,8 +93,6 @@ def lanes_of(problem: OrderProblem, order: LaneOrder) -> Lanes:
     if len(sender):
         sender[channel[channel >= 0]] = problem.device[channel >= 0]
 
-    lane = np.repeat(np.arange(n_lanes), problem.count)
-
     def offset(lanes: Ints) -> Ints:
         return np.where(lanes >= 0, first[lanes] - first, 0)
 
@@ -104,7 +108,7 @@ def lanes_of(problem: OrderProblem, order: LaneOrder) -> Lanes:
         hold=hold.ravel(),
         channel=channel if len(sender) else np.full_like(channel, -1),
         net=problem.allocated - problem.released,
-        lane=lane,
+        lane=task_lanes(problem),
         row=rows_of(problem, order.microbatches),
         ptr=order.ptr,
         sender=sender,
@@ -152,8 +156,7 @@ def order_of_state(
     problem: OrderProblem, task: Ints, ptr: Ints, microbatches: Ints | None = None
 ) -> LaneOrder:
     """Return an order of tasks as one of lanes."""
-    lane = np.repeat(np.arange(len(problem.count)), problem.count)
-    return LaneOrder(lane[task], ptr, microbatches)
+    return LaneOrder(task_lanes(problem)[task], ptr, microbatches)
 
 
 # Moves of a task along the order of its device, place by place.

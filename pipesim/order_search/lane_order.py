@@ -72,10 +72,34 @@ def first_tasks(problem: OrderProblem) -> Ints:
     return first
 
 
+def task_lanes(problem: OrderProblem) -> Ints:
+    """Return the lane of each task, the tasks of lane 0 first."""
+    return np.repeat(np.arange(len(problem.count)), problem.count)
+
+
+def lanes_in_turn(problem: OrderProblem) -> Ints:
+    """Return the lanes as a micro-batch runs them: F down the stages, the others up."""
+    is_forward = problem.op == Op.F
+    stage = np.where(is_forward, problem.stage, -problem.stage)
+    return np.lexsort((problem.op, stage, ~is_forward))
+
+
+def sorted_order(problem: OrderProblem, *keys: Ints) -> LaneOrder:
+    """Return the order in which each device runs its tasks by keys, the last key first.
+
+    Keys have one value a task, the tasks of lane 0 first. Tasks with equal keys follow
+    `lanes_in_turn`.
+    """
+    lane, rank = task_lanes(problem), np.argsort(lanes_in_turn(problem))
+    device = problem.device[lane]
+    order = np.lexsort((rank[lane], *keys, device))
+    n_tasks = np.bincount(device, minlength=problem.n_devices)
+    return LaneOrder(lane[order], np.append(0, np.cumsum(n_tasks)))
+
+
 def rows_of(problem: OrderProblem, microbatches: Ints | None) -> Ints:
     """Return the row of each task, the tasks of lane 0 first, for an order of micro-batches."""
-    n_lanes = len(problem.count)
-    lane = np.repeat(np.arange(n_lanes), problem.count)
+    n_lanes, lane = len(problem.count), task_lanes(problem)
     if has_equal_microbatches(problem):
         return lane
     counts = path_counts(problem)

@@ -69,17 +69,18 @@ class OrderProblem(NamedTuple):
     tail: Floats  # seconds of the STEPs behind the last task of each device
 
 
-def is_split(costs: Costs, split_backward: bool | None) -> bool:
-    """Return whether the backward is I and W; by default if the costs have both."""
+def compute_ops(costs: Costs, split_backward: bool | None) -> tuple[Op, ...]:
+    """Return F, I and W, or F and B; by default the former if the costs have both I and W."""
     has_both = costs.input_grad is not None and costs.weight_grad is not None
-    if split_backward is None:
-        return has_both
-    if check_flag("split_backward", split_backward) and not has_both:
+    is_split = has_both
+    if split_backward is not None:
+        is_split = check_flag("split_backward", split_backward)
+    if is_split and not has_both:
         raise CostsError(
             "split_backward=True needs the seconds of I and W; give the costs input_grad and "
             "weight_grad, or leave split_backward out"
         )
-    return split_backward
+    return (Op.F, Op.I, Op.W) if is_split else (Op.F, Op.B)
 
 
 def order_problem(
@@ -98,7 +99,7 @@ def order_problem(
     check_type("placement", placement, Placement)
     check_type("costs", costs, Costs)
     m = check_count("n_microbatches", n_microbatches, placement.n_paths)
-    ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
+    ops = compute_ops(costs, split_backward)
     graph = one_microbatch_graph(placement, ops)
     n_paths, n_stages, n_ops = placement.n_paths, placement.n_stages, len(ops)
     path, stage, phase = (x.ravel() for x in np.indices((n_paths, n_stages, n_ops)))
@@ -171,8 +172,7 @@ def counts_all_costs(
     They are not if launches take time, if messages of several channels share a link, or if the
     replicas of stages on several paths reduce gradients.
     """
-    ops = (Op.F, Op.I, Op.W) if is_split(costs, split_backward) else (Op.F, Op.B)
-    graph = one_microbatch_graph(placement, ops)
+    graph = one_microbatch_graph(placement, compute_ops(costs, split_backward))
     if costs.n_microbatches is not None:  # channels and REDUCE_GRAD are those of all
         costs = costs.averaged()
     tasks = costs.of(graph)

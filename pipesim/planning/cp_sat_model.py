@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.lower_bounds.memory_arcs import ChainStep, releases
 from pipesim.ops import Op
 from pipesim.order_search import OrderProblem
+from pipesim.order_search.lane_order import lanes_in_turn
 from pipesim.utils.csr import Ints
 
 if TYPE_CHECKING:
@@ -186,7 +188,7 @@ def lane_reach(problem: OrderProblem) -> NDArray[np.bool_]:
     """Return whether a lane's task needs, at last, the other's of the same number: [from, to]."""
     n_lanes = len(problem.count)
     reach = np.zeros((n_lanes, n_lanes), dtype=bool)
-    for lane in topological_lanes(problem):
+    for lane in lanes_in_turn(problem):
         for source in problem.needs[lane]:
             if source >= 0:
                 reach[:, lane] |= reach[:, source]
@@ -197,7 +199,7 @@ def lane_reach(problem: OrderProblem) -> NDArray[np.bool_]:
 def windows(problem: OrderProblem, ticks: TickProblem, arcs: list[LaneArc]) -> Windows:
     """Return bounds on times by the longest paths of arcs."""
     n_lanes, most = len(problem.count), int(problem.count.max())
-    lanes = topological_lanes(problem)
+    lanes = lanes_in_turn(problem).tolist()
     into: list[list[LaneArc]] = [[] for _ in range(n_lanes)]
     out: list[list[LaneArc]] = [[] for _ in range(n_lanes)]
     for arc in arcs:
@@ -220,22 +222,6 @@ def windows(problem: OrderProblem, ticks: TickProblem, arcs: list[LaneArc]) -> W
                     rest = seconds[lane] + delay + to_end[target][i + shift]
                     to_end[lane][i] = max(to_end[lane][i], rest)
     return Windows(np.array(head), np.array(to_end))
-
-
-def topological_lanes(problem: OrderProblem) -> list[int]:
-    """Return the lanes such that each comes after those that it needs."""
-    needs, order = problem.needs.tolist(), list[int]()
-    placed = [False] * len(needs)
-    for lane in range(len(needs)):
-        pending = [lane]
-        while pending:
-            missing = [x for x in needs[pending[-1]] if x >= 0 and not placed[x]]
-            if missing:
-                pending += missing
-            elif not placed[last := pending.pop()]:
-                placed[last] = True
-                order.append(last)
-    return order
 
 
 # Memory limits as counts: how many tasks of other lanes may, or must, come before a task.
@@ -355,30 +341,19 @@ def _chain_arcs(problem: OrderProblem, ticks: TickProblem, device: int, path: in
     gradients have run as early as they can, unless the later step is their W.
     """
     same = (problem.device == device) & (problem.path == path)
-    steps = [x for x in topological_lanes(problem) if same[x] and problem.op[x] != Op.W]
-    weight = {x: _weight_lane(problem, x) for x in steps}
-    released = {x: 0 if w < 0 else -int(ticks.held[w]) for x, w in weight.items()}
-    low = np.cumsum([int(ticks.held[x]) - released[x] for x in steps]).tolist()
-    arcs = []
-    for k, step in enumerate(steps):
-        before = low[k - 1] if k else 0
-        room = int(ticks.limit[device] - ticks.peak[step]) - before
-        for j in range(k, len(steps)):
-            later = steps[j]
-            lowest = min(low[k:j], default=0)
-            if lowest > 0:
-                arcs.append(LaneArc(later, step, room // lowest + 1, 0))
-            with_weight = [x + released[later] for x in low[j:]]
-            lowest = min([*low[k:j], *with_weight])
-            if weight[later] >= 0 and lowest > 0:
-                arcs.append(LaneArc(weight[later], step, room // lowest + 1, 0))
-    return arcs
-
-
-def _weight_lane(problem: OrderProblem, lane: int) -> int:
-    """Return the W that follows an I; -1 for other operations."""
-    following = stage_lanes(problem, lane)[-1]
-    return following if problem.op[lane] == Op.I and problem.op[following] == Op.W else -1
+    steps, before = [], 0
+    for lane in lanes_in_turn(problem):
+        if same[lane] and problem.op[lane] != Op.W:
+            weight = lane + 1 if problem.op[lane] == Op.I else -1
+            freed = -ticks.held[weight] if weight >= 0 else 0
+            low = before + ticks.held[lane] - freed
+            steps.append(ChainStep(lane, weight, before + ticks.peak[lane], low, freed))
+            before = low
+    return [
+        LaneArc(int(lane), int(step.lane), int((ticks.limit[device] - step.own) // low) + 1, 0)
+        for number, step in enumerate(steps)
+        for lane, low, _ in releases(steps, number)
+    ]
 
 
 class OrderModel:

@@ -24,7 +24,12 @@ from pipesim.order_search import (
     meets,
 )
 from pipesim.order_search.evaluate import ROUNDING
-from pipesim.order_search.lane_order import occurrences
+from pipesim.order_search.lane_order import (
+    lanes_in_turn,
+    occurrences,
+    sorted_order,
+    task_lanes,
+)
 from pipesim.planning.cp_sat_model import (
     COARSE_TICKS,
     FINE_TICKS,
@@ -33,7 +38,6 @@ from pipesim.planning.cp_sat_model import (
     lane_reach,
     order_model,
     tick_problem,
-    topological_lanes,
 )
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.csr import Ints
@@ -120,7 +124,7 @@ def prove(
     """
     if seconds is None and work is None and stop is None:
         raise ArgumentError("prove needs a limit: seconds, work, or stop")
-    value = _value(evaluate(problem, order), objective)
+    value = getattr(evaluate(problem, order), objective)
     if not np.isfinite(value) or not keeps_limit(problem, order):
         raise ArgumentError(
             "the order to improve must run and keep the memory limits, but "
@@ -143,13 +147,9 @@ def prove(
     bound = _certified(outcome, built.ticks, objective)
     better = _better_order(problem, outcome, value, objective)
     if better is not None:
-        value = _value(evaluate(problem, better), objective)
+        value = getattr(evaluate(problem, better), objective)
     bound = max(lower_bound, checked_bound(bound, value, "CP-SAT"))
     return Proof(better, bound, meets(value, bound), outcome.interrupted)
-
-
-def _value(times: Times, objective: Objective) -> float:
-    return times.makespan if objective == "makespan" else times.span
 
 
 def _model(
@@ -172,7 +172,7 @@ def _model(
         tail=ticks.tail.astype(np.float64),
     )
     times = evaluate(in_ticks, order)  # sums of whole numbers below 2**53: exact
-    most = int(_value(times, objective))
+    most = int(getattr(times, objective))
     least = min(int(lower_bound / ticks.tick * (1.0 - ROUNDING)), most)
     if first_starts is None:
         built = order_model(problem, ticks, least, most)
@@ -195,7 +195,7 @@ def _first_starts(problem: OrderProblem) -> list[float | None]:
     always_first = [
         bool(reach[x, (problem.device == problem.device[x]) & (lane != x)].all()) for x in lane
     ]
-    for x in topological_lanes(problem):
+    for x in lanes_in_turn(problem).tolist():
         source = int(problem.needs[x, 0])
         if not always_first[x]:
             continue
@@ -239,7 +239,7 @@ def _better_order(
     if outcome.start is None:
         return None
     order = order_by_start(problem, outcome.start)
-    better = _value(evaluate(problem, order), objective) < value
+    better = getattr(evaluate(problem, order), objective) < value
     return order if better and keeps_limit(problem, order) else None
 
 
@@ -248,15 +248,8 @@ def order_by_start(problem: OrderProblem, start: Ints) -> LaneOrder:
 
     Tasks of no length may start with others. Those come after the tasks that they need.
     """
-    n_lanes = len(problem.count)
-    lanes = np.repeat(np.arange(n_lanes), problem.count)
-    rank = np.empty(n_lanes, dtype=np.int64)
-    rank[topological_lanes(problem)] = np.arange(n_lanes)
-    longer = problem.seconds > 0.0
-    keys = (rank[lanes], occurrences(lanes), longer[lanes], start, problem.device[lanes])
-    in_order = lanes[np.lexsort(keys)]
-    ptr = np.searchsorted(problem.device[in_order], np.arange(problem.n_devices + 1))
-    return LaneOrder(in_order, ptr.astype(np.int64))
+    lanes = task_lanes(problem)
+    return sorted_order(problem, occurrences(lanes), problem.seconds[lanes] > 0.0, start)
 
 
 # CP-SAT in a thread, so that Ctrl-C and deadlines end it.

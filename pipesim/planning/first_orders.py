@@ -24,7 +24,12 @@ from pipesim.order_search import (
     keeps_limit,
     lane_order,
 )
-from pipesim.order_search.lane_order import n_microbatches
+from pipesim.order_search.lane_order import (
+    n_microbatches,
+    occurrences,
+    sorted_order,
+    task_lanes,
+)
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
@@ -94,22 +99,8 @@ def sequential_order(problem: OrderProblem) -> LaneOrder:
 
     No order holds fewer bytes at most.
     """
-    rows = []
-    for device in range(problem.n_devices):
-        lanes = np.flatnonzero(problem.device == device)
-        is_forward = problem.op[lanes] == Op.F
-        stage = np.where(is_forward, problem.stage[lanes], -problem.stage[lanes])
-        path = problem.path[lanes]
-        keys = (problem.op[lanes], stage, ~is_forward)
-        repeats = problem.count[lanes]
-        lane = np.repeat(np.arange(len(lanes)), repeats)
-        number = np.concatenate([np.arange(n) for n in repeats])
-        rank = np.empty(len(lanes), dtype=np.int64)
-        rank[np.lexsort(keys)] = np.arange(len(lanes))
-        order = np.lexsort((rank[lane], path[lane], number))
-        rows.append(lanes[lane[order]])
-    ptr = np.cumsum([0, *map(len, rows)])
-    return LaneOrder(np.concatenate(rows).astype(np.int64), ptr.astype(np.int64))
+    lanes = task_lanes(problem)
+    return sorted_order(problem, problem.path[lanes], occurrences(lanes))
 
 
 def _candidates(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,12 +30,12 @@ from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import each_microbatch, least_costs
 from pipesim.errors import CostsError, check_count, check_name
 from pipesim.graph.graph import TaskGraph
+from pipesim.list_scheduling.limits import any_order
 from pipesim.lowering.lower import lower
 from pipesim.ops import COPIES, LISTED, RECVS, Op
 from pipesim.order_search.evaluate import OBJECTIVES, Objective
-from pipesim.order_search.problem import is_split
+from pipesim.order_search.problem import compute_ops
 from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import checked_costs
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import LONGEST, Timeline
@@ -112,13 +112,12 @@ def lower_bound(
     33.0
     """
     n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
-    splits = is_split(costs, split_backward)
-    if split_backward is None and splits:
+    ops = compute_ops(costs, split_backward)
+    if split_backward is None and Op.W in ops:
         costs = each_microbatch(lambda own: _of_both_kinds(own, placement.n_stages), costs)
     if memory_limit is None and costs.work is not None:
         memory_limit = costs.work.memory
-    columns = _device_columns(placement, placement.path_of(n_microbatches), splits)
-    graph = lower(Schedule.from_columns("any order", placement, n_microbatches, columns))
+    graph = lower(any_order(placement, n_microbatches, ops))
     return graph_bound(graph, costs, memory_limit=memory_limit, objective=objective, search=search)
 
 
@@ -143,29 +142,6 @@ def _of_both_kinds(costs: Costs, n_stages: int) -> Costs:
         weight_grad=tuple(rest.tolist()),
         weight_grad_bytes=tuple(np.minimum(held, activation).tolist()),
     )
-
-
-def _device_columns(
-    placement: Placement, path_of: Ints, splits: bool
-) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield operations, stages and micro-batches of each device: all forwards, then backwards."""
-    backward = [Op.I, Op.W] if splits else [Op.B]
-    lanes: list[list[tuple[int, int, Ints]]] = [[] for _ in range(placement.n_devices)]
-    for stages, ops in (
-        (range(placement.n_stages), [Op.F]),
-        (reversed(range(placement.n_stages)), backward),
-    ):
-        for stage in stages:
-            for path, homes in enumerate(placement.paths):
-                numbers = np.flatnonzero(path_of == path)
-                lanes[homes[stage]].extend((op, stage, numbers) for op in ops)
-    for own in lanes:
-        sizes = [len(numbers) for _, _, numbers in own]
-        yield (
-            np.repeat([op for op, _, _ in own], sizes),
-            np.repeat([stage for _, stage, _ in own], sizes),
-            np.concatenate([numbers for _, _, numbers in own]),
-        )
 
 
 # Bound of a graph.

@@ -25,7 +25,7 @@ others, get no arcs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -157,14 +157,14 @@ def _stages(
 # Arcs.
 
 
-class _Chain(NamedTuple):
-    """F of all stages of a device and replica, then their B or I, in the order of a micro-batch."""
+class ChainStep(NamedTuple):
+    """A step of a micro-batch on its device and replica: F of all stages, then their B or I."""
 
-    lane: list[int]
-    weight: list[int]  # lane of W of each I, -1 for other steps
-    own: list[float]  # least bytes during each step that its micro-batch needs
-    low: list[float]  # that a micro-batch holds after each step, when each possible W has run
-    freed: list[float]  # by W of each step
+    lane: int
+    weight: int  # lane of W of an I, -1 for other steps
+    own: float  # least bytes during the step that its micro-batch needs
+    low: float  # that a micro-batch holds after the step, when each possible W has run
+    freed: float  # by W
 
 
 def memory_arcs(devices: Sequence[DeviceStages], lanes: LaneGraph, reserve: float) -> Arcs:
@@ -174,7 +174,7 @@ def memory_arcs(devices: Sequence[DeviceStages], lanes: LaneGraph, reserve: floa
     for number, device in enumerate(devices):
         for stages in device.chains:
             chain = _chain(stages)
-            own = max([0.0, *chain.own])
+            own = max([0.0, *(step.own for step in chain)])
             if own > device.room:
                 needed = (device.static + own) * (1.0 + reserve)
                 raise too_low_limit(number, device.limit, needed)
@@ -182,60 +182,56 @@ def memory_arcs(devices: Sequence[DeviceStages], lanes: LaneGraph, reserve: floa
     return joined_arcs(*arcs)
 
 
-def _chain(stages: list[StageLanes]) -> _Chain:
-    """Return the chain of stages in ascending order."""
-    chain = _Chain([], [], [], [], [])
+def _chain(stages: list[StageLanes]) -> list[ChainStep]:
+    """Return the steps of stages in ascending order."""
+    chain: list[ChainStep] = []
     held = 0.0
     for stage in stages:
-        chain.lane.append(stage.forward)
-        chain.weight.append(-1)
-        chain.own.append(held + stage.input_bytes + stage.forward_workspace)
+        own = held + stage.input_bytes + stage.forward_workspace
         held += stage.input_bytes
-        chain.low.append(held)
-        chain.freed.append(0.0)
+        chain.append(ChainStep(stage.forward, -1, own, held, 0.0))
     for stage in reversed(stages):
-        chain.lane.append(stage.backward)
-        chain.weight.append(stage.weight)
-        whole = held + stage.recomputed_bytes
+        whole, freed = held + stage.recomputed_bytes, stage.weight_released
         recompute = whole + (stage.forward_workspace if stage.recompute >= 0 else 0.0)
         backward = whole + stage.more_bytes + stage.backward_workspace
         held = whole + stage.more_bytes - stage.released
         weight = held + (stage.backward_workspace if stage.weight >= 0 else 0.0)
-        chain.own.append(max(recompute, backward, weight))
-        held -= stage.weight_released
-        chain.low.append(max(0.0, held))
-        chain.freed.append(stage.weight_released)
+        own, held = max(recompute, backward, weight), held - freed
+        chain.append(ChainStep(stage.backward, stage.weight, own, max(0.0, held), freed))
     return chain
 
 
-def _arcs_of_chain(chain: _Chain, lanes: LaneGraph, room: float) -> list[Arcs]:
+def releases(chain: Sequence[ChainStep], step: int) -> Iterator[tuple[int, float, bool]]:
+    """Yield lanes of which a task must have ended before a step, and ``low`` of each.
+
+    The third value is whether the arc from a later lane contains the one from this.
+    """
+    lowest = math.inf
+    for later in range(step, len(chain)):
+        lane, weight, _, low, freed = chain[later]
+        if later > step and lowest > 0.0:
+            yield lane, lowest, low >= lowest and later < len(chain) - 1
+        last = min([lowest, *(x.low + freed for x in chain[later:])])
+        if weight >= 0 and last > 0.0:
+            yield weight, last, False
+        lowest = min(lowest, low)
+
+
+def _arcs_of_chain(chain: list[ChainStep], lanes: LaneGraph, room: float) -> list[Arcs]:
     """Return the arcs to each step that takes bytes, from the steps that release them."""
-    arcs = []
-    n_steps = len(chain.lane)
-    for step in range(n_steps):
-        before = chain.low[step - 1] if step else 0.0
-        if chain.low[step] + chain.freed[step] <= before:  # takes no bytes that stay
-            continue
-        lowest, last = math.inf, -1.0
-        for later in range(step, n_steps):
-            if later > step and lowest > 0.0:
-                following = min(lowest, chain.low[later])
-                if following < lowest or later == n_steps - 1:  # else the next step is as good
-                    arcs.append(_arcs(chain, lanes, room, step, chain.lane[later], lowest))
-            if chain.weight[later] >= 0:
-                last = min([lowest, *(low + chain.freed[later] for low in chain.low[later:])])
-                if last > 0.0:
-                    arcs.append(_arcs(chain, lanes, room, step, chain.weight[later], last))
-            lowest = min(lowest, chain.low[later])
+    arcs, before = [], 0.0
+    for number, step in enumerate(chain):
+        if step.low + step.freed > before:  # takes bytes that stay
+            rows = releases(chain, number)
+            arcs += [_arcs(step, lanes, room, x, low) for x, low, implied in rows if not implied]
+        before = step.low
     return arcs
 
 
-def _arcs(
-    chain: _Chain, lanes: LaneGraph, room: float, step: int, release: int, low: float
-) -> Arcs:
+def _arcs(step: ChainStep, lanes: LaneGraph, room: float, release: int, low: float) -> Arcs:
     """Return the arcs from the lane ``release`` to a step; ``low`` as the module says."""
-    cap = math.floor(min((room - chain.own[step]) / low + BYTES_ROUNDING, 2.0**60))
-    first, end = (int(x) for x in lanes.first[chain.lane[step] : chain.lane[step] + 2])
+    cap = math.floor(min((room - step.own) / low + BYTES_ROUNDING, 2.0**60))
+    first, end = (int(x) for x in lanes.first[step.lane : step.lane + 2])
     n = max(0, end - first - cap - 1)
     tail = lanes.first[release] + np.arange(n)
     return Arcs(tail, np.arange(end - n, end), np.zeros(n))
