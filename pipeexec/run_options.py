@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import check_type
+from pipesim.errors import ArgumentError, check_type
 from pipesim.utils.checks import Count, Whole, checked
 
 
@@ -15,6 +15,8 @@ from pipesim.utils.checks import Count, Whole, checked
 @dataclass(frozen=True)
 class RunOptions:
     """How many steps are measured, for `pipeexec.validate`, `profile`, `measure` and `project`.
+
+    ``repeat``, ``costs`` and ``progress`` are for `pipeexec.validate`; the others refuse them.
 
     Attributes
     ----------
@@ -43,6 +45,15 @@ OF_VALIDATION, OF_PROFILE = RunOptions(), RunOptions(n_steps=7)
 
 
 def run_options(options: RunOptions, **changes: Any) -> RunOptions:
-    """Return options with other values, but for changes that are None."""
+    """Return options with other values, but for changes that are None.
+
+    Other options than the changed ones have no effect, so that they must not be given.
+    """
     check_type("options", options, RunOptions, "give pipeexec.RunOptions(n_steps=9)")
+    for name, usual in vars(OF_VALIDATION).items():
+        if name not in changes and (value := getattr(options, name)) != usual:
+            raise ArgumentError(
+                f"options has {name}={value!r:.60}, which has no effect here; give options with "
+                f"{' and '.join(changes)} alone"
+            )
     return replace(options, **{name: x for name, x in changes.items() if x is not None})

@@ -21,7 +21,7 @@ from pipeexec.distributed.process_clock import ProcessClock
 from pipeexec.distributed.store import gloo_on_loopback
 from pipeexec.distributed.watchdog import Failure, StepReporter, Watchdog
 from pipeexec.process_end import end_connections_with_process, end_threads
-from pipesim.errors import ArgumentError, PeerError, check_count
+from pipesim.errors import ArgumentError, PeerError, check_count, check_type
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
@@ -355,7 +355,9 @@ def torch_timeout(timeout: float) -> timedelta:
 
 def guard_processes(processes: Processes | None) -> AbstractContextManager[None]:
     """Stop every process if the block raises an error; None is one process alone."""
-    return nullcontext() if processes is None else processes.guard()
+    if processes is None:
+        return nullcontext()
+    return check_type("processes", processes, Processes, "give the result of pipeexec.join").guard()
 
 
 def _uuid_of(device: torch.device) -> str:

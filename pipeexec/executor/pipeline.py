@@ -200,8 +200,6 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         error_if_nonfinite: bool = True,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        if processes is not None:
-            check_type("processes", processes, Processes, "give the result of pipeexec.join")
         with guard_processes(processes):
             _check_timeout(timeout)
             check_flag("pin_threads", pin_threads)

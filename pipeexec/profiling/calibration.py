@@ -100,7 +100,7 @@ def profile(
         `Microbatches`, costs have a value a stage and micro-batch; equal shapes are measured once.
     options, n_steps, warm_up
         Number of measured steps (7), and of steps before them that are not measured (2): a
-        `RunOptions`, whose other values have no effect, or its values.
+        `RunOptions`, which has no other values, or its values.
 
     Returns
     -------

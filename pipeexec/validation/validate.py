@@ -185,8 +185,6 @@ def validate(
         "loss_reduction": loss_reduction, "batch_dims": batch_dims, "slice_dim": slice_dim,
         "tied": tied, "max_grad_norm": max_grad_norm, "grad_scaler": grad_scaler,
     }  # fmt: skip
-    if processes is not None:
-        check_type("processes", processes, Processes)
     if isinstance(stages, (GPipe, Mapping)):
         _check_gpipe_settings(graphs=graphs, devices=devices, **settings)
         return _validate_gpipes(stages, loss_fn, rounds, optimizer, options)

@@ -49,6 +49,7 @@ from pipesim.network.sources import (
     preset_fields,
     read_links,
 )
+from pipesim.utils.checks import Positive, checked_as
 from pipesim.utils.files import check_path
 
 #: Links that the members of each collective hold. Those of the fastest all-reduce are the ring's.
@@ -60,6 +61,7 @@ _LINKS = {
 }
 
 
+@checked_as(NetworkError)
 @dataclass(frozen=True)
 class Network:
     """Links between devices: ``links`` for the pairs that they name, ``nodes`` for the others.
@@ -111,7 +113,7 @@ class Network:
     links: tuple[Link, ...] = ()
     nodes: Nodes | None = None
     host: HostLink | None = None
-    nominal_share: float | None = None
+    nominal_share: Positive | None = None
 
     def __post_init__(self) -> None:
         latency, bandwidth = checked_speed("network", self.latency, self.bandwidth)
@@ -122,24 +124,11 @@ class Network:
         ):
             raise NetworkError(f"links must be a sequence of Link, got {self.links!r}")
         object.__setattr__(self, "links", tuple(self.links))
-        if self.host is not None and not isinstance(self.host, HostLink):
-            raise NetworkError(f"host must be a pipesim.HostLink or None, got {self.host!r}")
         pairs = [pair for link in self.links for pair in link.pairs]
         if len(set(pairs)) < len(pairs):
             twice = min(pair for pair, count in Counter(pairs).items() if count > 1)
             raise NetworkError(f"pair {twice} is on more than one link; name it once")
-        if self.nominal_share is not None:
-            share = number(self.nominal_share)
-            if share is None or not 0 < share < math.inf:
-                raise NetworkError(
-                    f"nominal_share must be a finite share above 0, got {self.nominal_share!r}"
-                )
-            object.__setattr__(self, "nominal_share", share)
-        if self.nodes is None:
-            return
-        if not isinstance(self.nodes, Nodes):
-            raise NetworkError(f"nodes must be a pipesim.Nodes, got {self.nodes!r}")
-        if self.latency != 0 or not math.isinf(self.bandwidth):
+        if self.nodes is not None and (self.latency != 0 or not math.isinf(self.bandwidth)):
             raise NetworkError(
                 f"network: nodes have their own latencies and bandwidths (port_..., nic_...), but "
                 f"latency {self.latency!r} and bandwidth {self.bandwidth!r} are given too; "

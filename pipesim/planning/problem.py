@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from pipesim.costs.costs import Costs
+from pipesim.costs.rows import STAGE_ROWS
 from pipesim.errors import CostsWarning, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -218,12 +219,10 @@ class PlanProblem:
 def _joined(costs: Sequence[Costs], which: Sequence[int], peak: float | None) -> Costs:
     """Return costs whose stage s has the values of ``costs[which[s]]``, and GPUs this peak."""
     values: dict[str, Any] = {}
-    for column in fields(Costs):
-        rows = [getattr(x, column.name) for x in costs]
-        if isinstance(rows[0], tuple) and len(rows[0]) == len(which) and rows[0] and (
-            isinstance(rows[0][0], float) or column.name == "segments"
-        ):  # fmt: skip
-            values[column.name] = tuple(rows[k][stage] for stage, k in enumerate(which))
+    for name in (*STAGE_ROWS, "segments"):
+        rows = [getattr(x, name) for x in costs]
+        if isinstance(rows[0], tuple):
+            values[name] = tuple(rows[k][stage] for stage, k in enumerate(which))
     work = costs[0].work
     if work is not None:
         work = replace(work, peak_flops=peak, memory=None, settings=None)

@@ -68,3 +68,4 @@ for _kind in (Timeline, Comparison):
     add_methods(_kind, _repr_mimebundle_="pipesim.plot.html:mimebundle")
 for _kind in (Timeline, Comparison, TaskGraph, Schedule):
     add_methods(_kind, to_html="pipesim.plot.page.save:item_to_html")
+del _kind, _function

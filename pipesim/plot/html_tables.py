@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs, n_stages_of_costs
+from pipesim.costs.rows import ROWS, STAGE_ROWS, CostFields, given_rows
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.model_sizes import SIZES_OF_SOME
@@ -102,42 +103,32 @@ def cell_html(text: str, colour: NDArray[np.float64], title: str, tag: str = "td
 #: Most stages, layers and devices that are shown, a row each, and most stages of a device.
 MAX_STAGES, MAX_LAYERS, MAX_DEVICES, MAX_CHUNKS = 64, 32, 32, 16
 
-#: Columns of a table of costs, by the fields of `Costs` that they show.
-_COLUMNS = {
-    "forward": "F",
-    "backward": "B",
-    "input_grad": "I",
-    "weight_grad": "W",
-    "recompute": "R",
-    "optimizer_step": "STEP",
-    "grad_norm": "GRAD_NORM",
-    "output_bytes": "message",
-    "activation_bytes": "activations",
-    "parameter_bytes": "parameters",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-}
-
 Form = Callable[[Any], str]
 
 
 def costs_html(costs: Costs) -> str:
     """Return costs as a table: a row a stage, and a column for each field that is given.
 
-    Values that differ between micro-batches are averages.
+    Values that differ between micro-batches are averages. Fields without values of stages are
+    named below it.
     """
-    title, costs = repr(costs), costs.averaged()
+    title, costs, usual = repr(costs), costs.averaged(), CostFields()
     n_stages = n_stages_of_costs(costs)
     shown = min(n_stages or 1, MAX_STAGES)
     names = ["each stage" if n_stages is None else f"stage {stage}" for stage in range(shown)]
     values = {
-        name: [value] * shown if isinstance(value, float) else value
-        for name in _COLUMNS
-        if (value := getattr(costs, name)) is not None
+        name: [value] * shown if isinstance(value := getattr(costs, name), float) else value
+        for name in given_rows(costs)
     }
+    others = [
+        name
+        for name in ROWS.keys() - STAGE_ROWS.keys()
+        if getattr(costs, name) != getattr(usual, name)
+    ]
     return (
         note_html(title)
         + _values_html("costs", names, values)
+        + (note_html(f"Given as well: {', '.join(sorted(others))}.") if others else "")
         + omitted_html(omitted_text(n_stages or 1, shown, "stages"))
     )
 
@@ -145,8 +136,8 @@ def costs_html(costs: Costs) -> str:
 def layers_html(layers: Layers) -> str:
     """Return layers as a table: a row a layer, and a column for each that is not 0."""
     shown = min(len(layers), MAX_LAYERS)
-    order = [*(name for name in _COLUMNS if name in layers.columns), *layers.columns]
-    values = {name: layers.columns[name] for name in order}
+    columns = layers.columns
+    values = {name: columns[name] for name in STAGE_ROWS if max(columns.get(name, [0])) > 0}
     joint = layers.joint_activation_bytes is not None
     notes = ["Activations of several layers are those of joint_activation_bytes."] * joint
     count = f"{len(layers)} layer{'s' * (len(layers) > 1)}"
@@ -159,15 +150,17 @@ def layers_html(layers: Layers) -> str:
 
 
 def _values_html(title: str, names: list[str], values: Mapping[str, Sequence[float]]) -> str:
-    """Return a table of fields of `Costs`, a row for each name; columns of 0 are left out.
+    """Return a table of fields of `Costs`, a row for each name.
 
     A column with more values than names is cut; one with fewer ends in empty cells.
     """
-    columns = {}
+    columns, forms = {}, {"seconds": format_time, "bytes": format_bytes}
     for name, column in values.items():
-        if max(column, default=0.0) > 0:
-            form = format_bytes if name.endswith("bytes") else format_time
-            columns[_COLUMNS.get(name, name.replace("_", " "))] = list(map(form, column))
+        row = STAGE_ROWS[name]
+        head = name.replace("_", " ")
+        if row.computes and row.op is not None:
+            head = f"{row.op} {row.part}".strip()
+        columns[head] = list(map(forms.get(row.unit, "{:g}".format), column))
     rows = [
         [name, *(column[row] if row < len(column) else "" for column in columns.values())]
         for row, name in enumerate(names)

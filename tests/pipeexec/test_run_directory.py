@@ -19,8 +19,8 @@ from ranks import running
 
 from pipeexec import run_directory
 from pipeexec.run_directory import RECORD, check_writable, read_record, write_directory
-from pipeexec.run_lock import run_lock
-from pipesim.errors import PipeError, RunDirectoryError
+from pipeexec.run_lock import check_file_names, check_run_name, run_lock
+from pipesim.errors import ArgumentError, PipeError, RunDirectoryError
 
 
 @pytest.fixture
@@ -236,6 +236,16 @@ def test_a_lock_ends_with_its_process(kind: str, tmp_path: Path) -> None:
             pass
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_the_longest_names(tmp_path: Path) -> None:
+    """Files of 255 bytes; the folder of a run is shorter, for its lock and temporary names."""
+    for check, longest in (check_run_name, 223), (lambda x: check_file_names("file", [x]), 255):
+        name = "ä" + "n" * (longest - 2)
+        check(name)
+        (tmp_path / name).touch()
+        with pytest.raises(ArgumentError, match=f"has more than {longest} bytes"):
+            check(name + "n")
 
 
 def test_a_forked_child_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_text_form_parses_back(action: Action) -> None:
         ("1RECV_B3", Action(1, Op.RECV_B, 3)),
         ("0REDUCE_GRAD", Action(0, Op.REDUCE_GRAD)),
         ("3STEP", Action(3, Op.STEP)),
+        ("1REDUCE_GRAD.0", Action(1, Op.REDUCE_GRAD, part=0)),
         ("2REDUCE_GRAD.1", Action(2, Op.REDUCE_GRAD, part=1)),
         ("0REDUCE_TIED.3", Action(0, Op.REDUCE_TIED, part=3)),
         ("1GRAD_NORM", Action(1, Op.GRAD_NORM)),

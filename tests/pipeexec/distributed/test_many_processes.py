@@ -266,6 +266,12 @@ def check_whole(
     assert (moved[together] > -1e-9).all()
     assert len(whole.losses) == timeline.graph.n_microbatches
     assert whole.host_seconds > own.host_seconds > 0
+    assert own.host_times is not None
+    assert whole.host_times is not None
+    assert (whole.host_times[ran] == own.host_times[ran]).all()
+    assert not np.isnan(own.host_times[ran]).any()
+    errors = sorted(processes.share(own.clock_error))
+    assert whole.clock_error == sum(errors[-2:]) > 0
 
 
 def expected(

@@ -26,6 +26,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.embedding.stage import check_embedding
 from pipesim.errors import ArgumentError, StageError
 from pipesim.ops import EXCHANGES, Op
 
@@ -347,3 +348,28 @@ def test_gradients_of_the_mean_over_processes_are_refused() -> None:
     ]
     with pytest.raises(ArgumentError, match=r"stage 0.*gradients='mean'.*leave gradients out"):
         px.Pipeline(stages, graph, ["cpu"] * 2, mse)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ([0, 2], None),
+        ([2, 0], None),
+        ([0, 1], r"over processes \[0, 2\], but the replicas of the stage are in .* \[0, 1\]"),
+        ([0], r"over processes \[0, 2\], but the replicas of the stage are in processes \[0\]"),
+        ([0, 1, 2], r"over processes \[0, 2\], but .* \[0, 1, 2\]; give the embedding a group of"),
+        ([0, 0], r"over 2 replicas, which are in processes \[0, 0\]; give each replica its own"),
+    ],
+)
+def test_owners_are_the_processes_of_the_replicas(
+    replicas: list[int], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding = px.ShardedEmbedding.from_full(model()[0])
+    monkeypatch.setattr(px.ShardedEmbedding, "ranks", (0, 2))
+    monkeypatch.setattr(px.ShardedEmbedding, "n_ranks", 2)
+    module = px.EmbeddingStage(embedding)
+    if message is None:
+        check_embedding(module, 0, replicas)
+    else:
+        with pytest.raises(ArgumentError, match=message):
+            check_embedding(module, 0, replicas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
+from pipeexec.executor.step import Step
 from pipeexec.executor.step_result import (
     ProcessResult,
     StepResult,
@@ -31,6 +33,19 @@ def part(devices: set[int], zero: float = 0.0, **options: Any) -> ProcessResult:
     timeline = Timeline(GRAPH, start, end, np.where(ran, NBYTES, 0.0))
     held = tuple(d + 1 if d in devices else 0 for d in range(3))
     return ProcessResult(zero, timeline, options.pop("losses", {}), 0.5, held, **options)
+
+
+def test_a_process_tells_its_start_on_the_clock_of_rank_0() -> None:
+    """Its own clock is 5 seconds ahead."""
+    clock = SimpleNamespace(to_first=lambda time: time - 5.0)
+    step: Any = SimpleNamespace(
+        events=SimpleNamespace(zero=7.0, host_seconds=0.5), has_stopped=True, clock_error=0.25,
+        processes=SimpleNamespace(clock=clock),
+        readings=lambda: SimpleNamespace(timeline=TIMELINE, host_times=None),
+    )  # fmt: skip
+    assert Step.process_result(step).zero == 2.0
+    step.processes = None
+    assert Step.process_result(step).zero == 7.0
 
 
 def assert_equal(a: ProcessResult, b: ProcessResult) -> None:

@@ -306,6 +306,23 @@ def test_options_are_a_record_or_its_values() -> None:
         validate(options=3)
 
 
+@pytest.mark.parametrize(
+    "option", [{"repeat": 2}, {"costs": ps.Costs(1, 2)}, {"progress": print}], ids=str
+)
+def test_options_without_effect_are_refused(option: dict[str, Any]) -> None:
+    """By functions that do not repeat, predict or show progress."""
+    options, (name,) = px.RunOptions(n_steps=1, **option), option
+    cluster = ps.Cluster("dgx_h100", n_gpus=2)
+    graph, x = ps.lower(ps.schedule("gpipe", 1, 1)), torch.ones(2, 2)
+    message = f"options has {name}=.*, which has no effect here; give .* n_steps and warm_up alone"
+    with pytest.raises(ArgumentError, match=message):
+        px.project(nn.Linear(2, 2), x, cluster, options=options)
+    with px.Pipeline([nn.Linear(2, 2)], graph, ["cpu"], nn.functional.mse_loss) as pipeline:
+        for function in (px.profile, px.measure):
+            with pytest.raises(ArgumentError, match=message):
+                function(pipeline, x, x, options=options)
+
+
 def test_too_few_batches() -> None:
     few = list(itertools.islice(batches(), 2))
     with pytest.raises(ArgumentError, match="got 2 batches, but 6 are needed: one to warm up with"):

@@ -330,7 +330,7 @@ def test_costs_in_one_line_and_as_a_table() -> None:
     assert html.count("<tr>") == 3
     assert "stage 1" in html
     assert "2.00 ms" in html
-    assert "parameters" not in html
+    assert "parameter" not in html
     assert "each stage" in ps.Costs(1, 2)._repr_html_()
     wide = ps.Costs([1e-3] * 512, [2e-3] * 512)
     assert len(repr(wide)) < 100

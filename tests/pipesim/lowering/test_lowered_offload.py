@@ -283,7 +283,7 @@ def test_host_links() -> None:
     assert ps.Network.from_dict(a100.to_dict()) == a100
     assert ps.Network.from_dict({"host": {"bandwidth": 1e9}}).host == ps.HostLink(0.0, 1e9)
     assert "copies to hosts" in a100._repr_html_()
-    with pytest.raises(NetworkError, match=r"host must be a pipesim\.HostLink or None, got 3"):
+    with pytest.raises(NetworkError, match=r"host must be a pipesim\.HostLink, got 3"):
         ps.Network(host=3)  # type: ignore[arg-type]
     with pytest.raises(NetworkError, match="host: bandwidth must be > 0"):
         ps.HostLink(0.0, 0.0)

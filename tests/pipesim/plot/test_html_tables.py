@@ -150,7 +150,24 @@ def test_a_gpu_shows_its_rates() -> None:
     assert plain["memory"] == plain["peak_flops"] == "not given"
 
 
-# Layers and placements
+# Costs, layers and placements
+
+
+def test_costs_show_every_field_that_is_given() -> None:
+    """With its unit; those that have no values of stages by name."""
+    costs = ps.Costs(
+        1, 2, recompute=(3, 4), launch=1e-3, reorder=0.5, exchange_keys=0.25, reduced_share=0.5,
+        parameter_bytes=1024, tied_bytes=8, skip_bytes=16,
+    )  # fmt: skip
+    html = costs._repr_html_()
+    head = ["F", "B", "R", "REORDER vectors", "launch", "parameter bytes", "exchange keys"]
+    assert cells_of(html) == [
+        ["costs", *head, "reduced share"],
+        ["stage 0", "1.00 s", "2.00 s", "3.00 s", "500 ms", "1.00 ms", "1.00 KiB", "250 ms", "0.5"],
+        ["stage 1", "1.00 s", "2.00 s", "4.00 s", "500 ms", "1.00 ms", "1.00 KiB", "250 ms", "0.5"],
+    ]
+    assert "Given as well: skip_bytes, tied_bytes." in html
+    assert "Given as well" not in ps.Costs(1, 2)._repr_html_()
 
 
 def test_layers_show_the_columns_that_are_not_zero() -> None:
