@@ -19,12 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeexec.devices.device import RemoteDevice, Values
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.processes import guard_processes
-from pipeexec.executor.devices_and_stages import MicrobatchLoss
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_inputs import check_batch_is_here
 from pipeexec.executor.step_result import EvaluationResult, StepResult
-from pipeexec.executor.step_runner import StepRunner
+from pipeexec.executor.step_runner import MicrobatchLoss, StepRunner
 from pipeexec.nesting import Leaf, leaves, mapped, tensors_in
 from pipeexec.stages.batches import NO_DIMS, Batch, BatchDims, dims_by_path, sample_dims
 from pipeexec.stages.microbatches import Microbatches, are_microbatches, check_uncut

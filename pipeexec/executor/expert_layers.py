@@ -22,7 +22,6 @@ from pipeexec.executor.op_handlers import convert_collective_errors, for_all_mem
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
-from pipeexec.executor.step_capture import CudaGraphs
 from pipeexec.executor.step_part import StageArguments, StepPart
 from pipeexec.experts.expert_shares import (
     ExpertGroup,
@@ -54,10 +53,9 @@ class ExpertLayers(StepPart):
 
     def check(self, graph: TaskGraph, model: PlacedModel) -> None:
         """Raise `ArgumentError` unless stages have the layers that a graph was lowered with."""
-        is_captured = model.part(CudaGraphs).is_on
         if model.processes is None:
             expert_groups(model.modules, graph.n_stages, None)  # refuses a share of experts
-        check_experts(model.modules, graph, cuda_graph=is_captured)
+        check_experts(model.modules, graph)
 
     def agree(self, model: PlacedModel, processes: Processes) -> None:
         """Find the processes with the same experts; the first copy in the first of them counts."""

@@ -30,7 +30,6 @@ from pipeexec.executor.op_handlers import for_all_members
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
-from pipeexec.executor.step_capture import CudaGraphs
 from pipeexec.executor.step_part import StepPart
 from pipeexec.stages.stage import Stage
 from pipesim.costs.pricing import NORM_BYTES
@@ -99,11 +98,6 @@ class GradNorm(StepPart):
                 f"graph {graph.name!r} computes the norm of the gradients of a step "
                 "(grad_norm=True), but without an optimizer gradients add up over steps; give "
                 "Pipeline an optimizer, or lower without grad_norm"
-            )
-        if graph.has_grad_norm and model.part(CudaGraphs).is_on:
-            raise ArgumentError(
-                "cuda_graph=True does not capture the norm of gradients; leave cuda_graph out, or "
-                "lower without grad_norm"
             )
 
     def agree(self, model: PlacedModel, processes: Processes) -> None:

@@ -145,20 +145,18 @@ SumCopies = Callable[
 ]
 
 
-def _sum_copies(
-    task: PlannedTask, gradients: list[list[Tensor | None]], parameters: Sequence[nn.Parameter]
-) -> list[Tensor | None]:
-    return sum_gradients(gradients, parameters, task.group)
-
-
 @torch.no_grad()
-def reduce_gradients(step: Step, task: PlannedTask, sum_copies: SumCopies = _sum_copies) -> None:
+def reduce_gradients(step: Step, task: PlannedTask, sum_copies: SumCopies | None = None) -> None:
     """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, in all processes.
 
     The sums overwrite the gradients.
     """
     gradients, parameters_by_copy, is_per_group = local_gradients(step, task)
-    sums = sum_copies(task, gradients, parameters_by_copy[0])
+    sums = (
+        sum_gradients(gradients, parameters_by_copy[0], task.group)
+        if sum_copies is None
+        else sum_copies(task, gradients, parameters_by_copy[0])
+    )
     for number, (slot, parameters) in enumerate(zip(task.copies, parameters_by_copy, strict=True)):
         totals = sums if number == 0 else copy_sums(sums, gradients[number], parameters)
         if is_per_group:

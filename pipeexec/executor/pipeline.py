@@ -461,15 +461,13 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 "micro-batches, or lower without shard_optimizer and shard_parameters"
             )
         with self._model.locked_open("step"):
+            runner = self._runner
             if accumulate:
-                return self._accumulating().step(self._checked(inputs), targets)
-            return self._runner.step(self._checked(inputs), targets)
-
-    def _accumulating(self) -> AccumulatingRunner:
-        if self._accumulating_runner is None:
-            with guard_processes(self.processes):
-                self._accumulating_runner = AccumulatingRunner(self._runner)
-        return self._accumulating_runner
+                if self._accumulating_runner is None:
+                    with guard_processes(self.processes):
+                        self._accumulating_runner = AccumulatingRunner(runner)
+                runner = self._accumulating_runner
+            return runner.step(self._checked(inputs), targets)
 
     def _checked(self, inputs: Any) -> Any:
         """Return inputs whose tensors are in the order in which the first stage takes them."""

@@ -10,15 +10,17 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import nn
 
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.data_parallel.ddp import check_ddp
 from pipeexec.data_parallel.stage_replicas import RemoteStage, place_replicas
-from pipeexec.devices.device import DeviceLike, RemoteDevice
+from pipeexec.devices.device import Device, DeviceLike, RemoteDevice
+from pipeexec.devices.make_devices import make_devices
 from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.distributed.processes import Processes
-from pipeexec.executor.devices_and_stages import agree_on_pipeline, make_pipeline_devices
+from pipeexec.executor.remote_messages import agree_on_weights
 from pipeexec.executor.step_part import StepPart
 from pipeexec.splitting.split_facts import named_model_parameters
 from pipeexec.stages.batches import BatchDims, check_batch_dims
@@ -26,6 +28,27 @@ from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.sequence_slices import check_slice_dim, check_sliceable
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
+
+
+def make_pipeline_devices(
+    names: Sequence[DeviceLike], graph: TaskGraph, pin_threads: bool, processes: Processes | None
+) -> list[Device]:
+    """Return the devices of all processes, one a device of the graph."""
+    local_rank, n_local = (0, 1) if processes is None else (processes.local_rank, processes.n_local)
+    own = names if processes is not None or len(names) == graph.n_devices else ()
+    devices = make_devices(  # warnings name the line that calls `Pipeline`
+        own, pin_threads, local_rank=local_rank, n_local=n_local
+    )
+    if processes is not None:
+        devices = processes.spread(devices)
+    if len(devices) != graph.n_devices:
+        local_devices = names if processes is None else [device.name for device in devices]
+        raise ArgumentError(
+            f"the graph has {graph.n_devices} devices, got {len(local_devices)}: "
+            f"{list(local_devices)!r}; "
+            "give one device a device of the graph"
+        )
+    return devices
 
 
 def check_stages(
@@ -141,14 +164,11 @@ class PlacedModel:
         if processes is not None:
             for part in parts:
                 part.agree(self, processes)
-            agree_on_pipeline(
-                self.modules,
-                graph,
-                processes,
-                parts,
-                loss_reduction=loss_reduction,
-                has_optimizer=self.zero_grad,
-            )
+            processes.agree("loss_reduction", loss_reduction)
+            processes.agree("whether there is an optimizer", self.zero_grad)
+            processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
+            if graph.n_replicas > 1:
+                agree_on_weights(self.modules, graph, processes, parts)
         for part in parts:
             part.place(graph, self)
 

@@ -82,7 +82,11 @@ class StateMethods:
         tied = self._model.part(TiedParameters)
         with self._model.locked("load_state_dict"):
             with raise_together(self.processes):
-                _check_mapping(state)
+                if not isinstance(state, Mapping) or not all(isinstance(x, str) for x in state):
+                    raise ArgumentTypeError(
+                        f"state must be a dict of keys to tensors, got {state!r:.60}; give what "
+                        "state_dict returns"
+                    )
                 check_model_state(self.names, state, strict=check_flag("strict", strict))
                 values = tied.loaded_values(self.names, state)
             tied.check_loaded_values(values, self.processes)
@@ -137,14 +141,6 @@ class StateMethods:
                     )
                 prepared = prepared_states(self.names, optimizers, state)
             apply_optimizer_states(prepared)
-
-
-def _check_mapping(state: object) -> None:
-    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise ArgumentTypeError(
-            f"state must be a dict of keys to tensors, got {state!r:.60}; give what state_dict "
-            "returns"
-        )
 
 
 @contextmanager

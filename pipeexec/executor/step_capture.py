@@ -44,7 +44,7 @@ from pipeexec.stages.microbatches import are_microbatches
 from pipeexec.stages.stage import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
-from pipesim.ops import COPIES
+from pipesim.ops import COPIES, SEGMENTED, Op
 
 #: One a module, path after path.
 Optimizers = Sequence[torch.optim.Optimizer | None]
@@ -81,6 +81,16 @@ def check_can_capture(graph: TaskGraph, devices: Sequence[Device], optimizers: O
         raise ArgumentError(
             "cuda_graph=True repeats the addresses of its capture, and host memory of offloaded "
             "activations is new in each step; lower without offload, or leave it out"
+        )
+    has_segments = (graph.is_op(SEGMENTED) & (graph.part >= 0)).any()
+    refused = {
+        "the norm of gradients": graph.has_grad_norm,
+        "sums over tied stages": (graph.op == Op.REDUCE_TIED).any(),
+        "layers with experts, whose numbers of rows change": has_segments,
+    }
+    for what in (what for what, is_there in refused.items() if is_there):
+        raise ArgumentError(
+            f"cuda_graph=True does not capture {what}; leave cuda_graph out, or lower without them"
         )
     for index, optimizer in enumerate(optimizers):
         groups = () if optimizer is None else optimizer.param_groups

@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage, check_hooks, sync_from_first
 from pipeexec.devices.thread_settings import current_autocast
-from pipeexec.executor.devices_and_stages import MicrobatchLoss
 from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
 from pipeexec.executor.placed_model import PlacedModel
@@ -52,16 +51,34 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
 
-def _divide_by_counts(step: Step, model: PlacedModel) -> None:
-    """Divide the gradients of all local stages by the count of the loss, as STEP would."""
-    if step.graph.n_batches > 1:
-        raise ExecutionError(
-            "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
-            "has none, but several mini-batches; lower with step='flush'"
-        )
-    for slot in range(len(step.gradients.stages)):
-        if not isinstance(model.modules[slot], RemoteStage):
-            step.gradients.divide(slot, 0, step.inputs.loss)
+class MicrobatchLoss:
+    """Compute the losses of the current step.
+
+    A pipeline holds its stages. A last stage holds this, which holds the current step and never the
+    pipeline. A reference cycle would keep the memory of both until Python's cycle collector runs.
+    On a GPU, that may be too late.
+    """
+
+    def __init__(self) -> None:
+        self.step: Step | None = None  # None between steps
+
+    def __call__(self, replica: int, output: object, microbatch: int) -> Tensor:
+        """Return the weighted loss of a micro-batch, and store it in the step."""
+        step = self.step
+        if step is None:
+            raise ExecutionError("the step of this task was abandoned, as an error says")
+        number = step.inputs.shares.number(replica, microbatch)
+        loss = step.inputs.loss.microbatch_loss(number, output)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            parameters = (p for stage in step.gradients.stages for p in stage.module.parameters())
+            if step.processes is not None or any(p.requires_grad for p in parameters):
+                raise ExecutionError(
+                    "the loss does not depend on any parameter by operations that torch can "
+                    "differentiate, so a step would train nothing; look for detach(), no_grad(), "
+                    "item() or integers in the last stage and the loss, and for a loss that does "
+                    "not use the output"
+                )
+        return loss
 
 
 #: Issues the tasks of a step, and waits for them; `Step.walk` does.
@@ -310,7 +327,7 @@ class StepRunner:
     def _run_tasks(self, step: Step, walk: Walk) -> None:
         """Run the tasks of a step, and finish it; raise the error that stopped it."""
         try:
-            with self._stoppable(step), _garbage_collection_paused():
+            with self._running(step):
                 walk(step, self.tasks)
                 if step.failure is None and not step.abandoned:
                     self._complete_gradients(step)
@@ -325,9 +342,14 @@ class StepRunner:
             raise_failure(step, self.model.processes)
 
     @contextmanager
-    def _stoppable(self, step: Step) -> Iterator[None]:
-        """Run the tasks of a step in a block; `Pipeline.close` of another thread stops it."""
+    def _running(self, step: Step) -> Iterator[None]:
+        """Run the tasks of a step in a block, without pauses of Python's garbage collection.
+
+        `Pipeline.close` of another thread stops the step.
+        """
+        collects = gc.isenabled()
         self._microbatch_loss.step = step
+        gc.disable()
         try:
             with ExitStack() as stack:
                 for device in self.model.devices:
@@ -335,6 +357,8 @@ class StepRunner:
                 yield
         finally:
             self._microbatch_loss.step = None
+            if collects:
+                gc.enable()
 
     def _complete_gradients(self, step: Step) -> None:
         """Assign reduced gradients, divide them by counts, and let parts complete them."""
@@ -342,7 +366,14 @@ class StepRunner:
             assign_reduced_gradients(step, slot)
         are_divided = not self.trains or self.leaves_gradients or self.has_optimizer_steps
         if not are_divided and step.inputs.loss.is_counted():
-            _divide_by_counts(step, self.model)
+            if step.graph.n_batches > 1:
+                raise ExecutionError(
+                    "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
+                    "has none, but several mini-batches; lower with step='flush'"
+                )
+            for slot, module in enumerate(self.model.modules[: len(self.stages)]):
+                if not isinstance(module, RemoteStage):
+                    step.gradients.divide(slot, 0, step.inputs.loss)
         for part in reversed(step.parts):
             part.after(step)
 
@@ -362,14 +393,3 @@ class StepRunner:
         if step.failure is not None:
             for stage in self.stages:
                 stage.reset()
-
-
-@contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -24,14 +24,9 @@ from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.sharding import sharding_argument
 from pipeexec.executor.step import Step
-from pipeexec.executor.step_capture import CudaGraphs
 from pipeexec.executor.step_part import StepPart
-from pipeexec.splitting.split_facts import (
-    SplitFacts,
-    TiedGroup,
-    first_tied_stage,
-    tied_parameter,
-)
+from pipeexec.splitting.split_facts import SplitFacts, TiedGroup, tied_parameter
+from pipeexec.splitting.split_stage import SplitStage
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -93,11 +88,6 @@ class TiedParameters(StepPart):
             raise ArgumentError(
                 f"the graph adds gradients of the same stages twice (tied={list(graph.tied)!r}); "
                 f"one group is for all parameters that they share: lower with tied={summed!r}"
-            )
-        if graph.tied and model.part(CudaGraphs).is_on:
-            raise ArgumentError(
-                "cuda_graph=True does not capture sums over tied stages; leave cuda_graph out, or "
-                "lower without tied"
             )
 
     def agree(self, model: PlacedModel, processes: Processes) -> None:
@@ -259,12 +249,15 @@ def _checked_groups(
     tied: Sequence[Sequence[tuple[int, str]]] | None, stages: Sequence[nn.Module | None]
 ) -> tuple[TiedGroup, ...]:
     """Return the groups of tied parameters of stages that are cut by hand."""
-    if tied is None and (index := first_tied_stage(stages)) is not None:
-        raise ArgumentError(
-            f"stage {index} has a stage of pipeexec.split inside, with a copy of a tied parameter, "
-            "which other stages have too; give the stages of pipeexec.split themselves, which may "
-            "be compiled or DistributedDataParallel, or name the copies in Pipeline(tied=...)"
-        )
+    for index, stage in enumerate(stages if tied is None else ()):
+        parts = stage.modules() if isinstance(stage, nn.Module) else ()
+        if any(isinstance(x, SplitStage) and x.facts is not None and x.facts.tied for x in parts):
+            raise ArgumentError(
+                f"stage {index} has a stage of pipeexec.split inside, with a copy of a tied "
+                "parameter, which other stages have too; give the stages of pipeexec.split "
+                "themselves, which may be compiled or DistributedDataParallel, or name the copies "
+                "in Pipeline(tied=...)"
+            )
     groups = []
     for group in () if tied is None else _listed(tied):
         pairs = [_pair(pair, stages) for pair in _listed(group)]

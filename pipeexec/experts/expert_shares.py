@@ -121,7 +121,7 @@ def member_of_replica(graph: TaskGraph) -> list[int]:
     return members
 
 
-def check_experts(modules: Sequence[nn.Module], graph: TaskGraph, *, cuda_graph: bool) -> None:
+def check_experts(modules: Sequence[nn.Module], graph: TaskGraph) -> None:
     """Raise unless the stages have the layers that a graph was lowered with, and can run them.
 
     Modules are those of all replicas; stages of other processes are a `RemoteStage`.
@@ -137,7 +137,7 @@ def check_experts(modules: Sequence[nn.Module], graph: TaskGraph, *, cuda_graph:
         replica, stage = divmod(slot, graph.n_stages)
         if lowered[stage] and not isinstance(module, RemoteStage):
             _check_stage(module, stage, members[replica], g)
-    _check_options(graph, lowered, cuda_graph)
+    _check_options(graph, lowered)
 
 
 def _check_layers(module: nn.Module, stage: int, n_lowered: int) -> None:
@@ -181,14 +181,9 @@ def _check_stage(module: nn.Module, stage: int, member: int, g: int) -> None:
             )
 
 
-def _check_options(graph: TaskGraph, layers: Sequence[int], cuda_graph: bool) -> None:
+def _check_options(graph: TaskGraph, layers: Sequence[int]) -> None:
     """Raise `ArgumentError` for options that stages with experts do not have."""
     stages = np.flatnonzero(layers)
-    if cuda_graph:
-        raise ArgumentError(
-            "cuda_graph=True does not capture layers with experts, whose numbers of rows change; "
-            "leave cuda_graph out"
-        )
     recomputed = stages[np.isin(stages, graph.stage[graph.op == Op.R])]
     if len(recomputed):
         raise ArgumentError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -279,14 +280,18 @@ class _Follow(TorchDispatchMode):
         written = written_tensors(func, args, kwargs)
         results = tensors_in(output)
         if self.inside is None:
-            sources = self.sources_of(tensors_in((args, kwargs)))
+            arguments = tensors_in((args, kwargs))
+            sources = self.sources_of(arguments)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 name = func.name().removeprefix("aten::")
                 sources |= {Source("random", next(self.draws), name=name)}
                 self.drawing.update(self.running[-1:])
             self._note_places(sources)
             self.read(read_tensors(func, args, kwargs))
-            self._note_views(tensors_in((args, kwargs)), results)
+            views = {storage_of(x): self._views.get(x) for x in reversed(arguments)}
+            for tensor in results:  # may be views of values
+                self._values_in(tensor)
+                self._views[tensor] = views.get(storage_of(tensor))
         else:
             sources = frozenset({self.inside})
         for tensor in written:  # may be a view of others
@@ -294,13 +299,6 @@ class _Follow(TorchDispatchMode):
         for tensor in results:
             self.sources[tensor] = sources
         return output
-
-    def _note_views(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Note which results are views of values."""
-        values = {storage_of(x): self._views.get(x) for x in reversed(arguments)}
-        for tensor in results:
-            self._values_in(tensor)
-            self._views[tensor] = values.get(storage_of(tensor))
 
     def may_write(self, tensor: Tensor) -> None:
         """Note that the forward may write to a tensor, of which no operation tells."""
@@ -402,8 +400,16 @@ class _Follow(TorchDispatchMode):
                 f"{place}, and each stage would draw others; draw them inside of a block"
             )
 
-    def enter(self, name: str, args: Any, kwargs: Any) -> None:
-        """Begin a call."""
+    def begin_module(self, name: str, *_: object) -> None:
+        """Begin a module that is no call; a hook."""
+        self.running.append(name)
+
+    def end_module(self, *_: object) -> None:
+        """End a module that is no call; a hook."""
+        self.running.pop()
+
+    def enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a call; a hook."""
         self.check_random_states(present_line())
         self.note_replaced()
         self.is_noting = True
@@ -418,8 +424,8 @@ class _Follow(TorchDispatchMode):
             self._arguments.setdefault(storage_of(tensor), []).append(position)
         self.inside, self.is_noting = Source("inside", len(self.calls) - 1), False
 
-    def leave(self, args: Any, kwargs: Any, output: Any) -> Any:
-        """End a call; return its output, with views of arguments that the call returns as they are.
+    def leave(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """End a call; return its output, with views of arguments that it returns as they are.
 
         Else the code's uses of an argument and of the output could not be told apart.
         """
@@ -539,17 +545,17 @@ def follow(
         name
         for name in uncut
         if any(True for _ in modules[name].parameters())
-        or _may_draw(modules[name])
+        or any(isinstance(x, nn.modules.dropout._DropoutNd) for x in modules[name].modules())
         or name in stateful
     ]
     for name in called:
-        enter, leave = _hooks(name, mode)
+        enter = partial(mode.enter, name)
         handles.append(modules[name].register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(modules[name].register_forward_hook(leave, with_kwargs=True))
+        handles.append(modules[name].register_forward_hook(mode.leave, with_kwargs=True))
     for name in set(uncut) - set(called):
-        enter, leave = _running_hooks(name, mode.running)
-        handles.append(modules[name].register_forward_pre_hook(enter))
-        handles.append(modules[name].register_forward_hook(leave))
+        begin = partial(mode.begin_module, name)
+        handles.append(modules[name].register_forward_pre_hook(begin))
+        handles.append(modules[name].register_forward_hook(mode.end_module))
     handles += mode.watch_around(model, called)
     try:
         with mode, _Readers(mode):
@@ -576,32 +582,3 @@ def follow(
         mode.places,
     )
     return flow, tuple(x.detach().clone() for x in tensors_in(output))
-
-
-def _hooks(name: str, mode: _Follow) -> tuple[Any, Any]:
-    """Return the hooks before and after a call of a module, which add it to the calls."""
-
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        mode.enter(name, args, kwargs)
-
-    def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return mode.leave(args, kwargs, output)
-
-    return enter, leave
-
-
-def _running_hooks(name: str, running: list[str]) -> tuple[Any, Any]:
-    """Return the hooks before and after a module, which has its name at the end of a list."""
-
-    def enter(*_: object) -> None:
-        running.append(name)
-
-    def leave(*_: object) -> None:
-        running.pop()
-
-    return enter, leave
-
-
-def _may_draw(module: nn.Module) -> bool:
-    """Return whether a module without parameters may draw random numbers."""
-    return any(isinstance(x, nn.modules.dropout._DropoutNd) for x in module.modules())

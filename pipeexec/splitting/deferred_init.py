@@ -251,7 +251,10 @@ class OperationLog:
         )
         if self._n_bytes > _TRIMMED_BYTES:
             self._n_bytes = 0
-            _trim_memory()
+            # Parts of the log lie between freed tensors, and keep `malloc` from using these again.
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+            if trim is not None:
+                trim(0)
 
     def _needed(self, wanted: Iterable[int], start: int) -> tuple[list[int], set[int]]:
         """Return operations from a start that some storages need, and all storages of these."""
@@ -274,16 +277,6 @@ class OperationLog:
                     numbers.add(number)
                     pending.extend(self._operations[number].keys)
         return sorted(numbers), keys
-
-
-def _trim_memory() -> None:
-    """Give freed memory back to the operating system, if the C library can.
-
-    Parts of the log lie between tensors that were freed, and keep `malloc` from using it again.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
 
 
 _RANGES = frozenset({"arange", "range", "linspace", "logspace", "scalar_tensor"})
@@ -351,7 +344,9 @@ class ConstructorMode(TorchDispatchMode):
                 return self._log(func, args, kwargs)
             return func(*args, **kwargs)
         written = written_tensors(func, args, kwargs)
-        if _returns_no_tensor(func) or len(self._logged(written)) < len(written):
+        returned = [str(x.type) for x in func._schema.returns]
+        returns_numbers = bool(returned) and not any("Tensor" in x for x in returned)
+        if returns_numbers or len(self._logged(written)) < len(written):
             if self._logged(written):
                 raise _refused(f"writes with {func} into tensors with data and without")
             args, kwargs = self.values((args, kwargs))
@@ -473,12 +468,6 @@ def _short_name(func: Any) -> str:
     """Return the name of an operation without that of its library and overload."""
     name: str = func._schema.name
     return name.partition("::")[2]
-
-
-def _returns_no_tensor(func: Any) -> bool:
-    """Return whether an operation returns numbers alone."""
-    returns = func._schema.returns
-    return bool(returns) and not any("Tensor" in str(x.type) for x in returns)
 
 
 def _check_devices(func: Any, nested: Any) -> None:

@@ -352,20 +352,6 @@ def tied_parameter(module: nn.Module, name: str) -> nn.Parameter:
         return unwrapped(module).get_parameter(name)
 
 
-def first_tied_stage(stages: Sequence[nn.Module | None]) -> int | None:
-    """Return the number of the first stage with parts of a split model that has tied parameters."""
-    return next(
-        (
-            index
-            for index, stage in enumerate(stages)
-            if isinstance(stage, nn.Module)
-            for part in stage.modules()
-            if isinstance(part, SplitStage) and part.facts is not None and part.facts.tied
-        ),
-        None,
-    )
-
-
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter, by each of its names; a tied one has several."""
     names: dict[int, str] = {}

@@ -358,9 +358,13 @@ class Stages(Sequence[SplitStage | None]):
         from pipesim.plot.html_tables import note_html, table_html
 
         title = f"{len(self)} stages of {type(self.model).__name__}, by {self.way}"
+        counts = [
+            "in another process" if x is None else f"{sum(p.numel() for p in x.parameters()):,}"
+            for x in self
+        ]
         rows = [
-            [str(k), f"{names[0]} to {names[-1]}", _n_parameters(stage)]
-            for k, (names, stage) in enumerate(zip(self.modules, self, strict=True))
+            [str(k), f"{names[0]} to {names[-1]}", count]
+            for k, (names, count) in enumerate(zip(self.modules, counts, strict=True))
         ]
         table = table_html(["stage", "modules", "parameters"], rows)
         tied = [" = ".join(f"{name} (stage {k})" for k, name in group) for group in self.tied]
@@ -516,10 +520,3 @@ class Stages(Sequence[SplitStage | None]):
                     raise
                 self.not_checked[mode] = str(error)
         self.check_seconds = time.perf_counter() - began
-
-
-def _n_parameters(stage: nn.Module | None) -> str:
-    """Return the number of parameters of a stage, as text."""
-    if stage is None:
-        return "in another process"
-    return f"{sum(p.numel() for p in stage.parameters()):,}"

@@ -36,7 +36,7 @@ _OVERWRITES = frozenset({
     torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
 })  # fmt: skip
-#: Names of functions that take a tensor for itself.
+#: Names of functions that take a tensor for itself, beside those that write to it (``add_``).
 _OF_OBJECT = frozenset({"__set__", "__setitem__", "__reduce_ex__", "as_subclass"})
 
 
@@ -91,12 +91,13 @@ class _Unread(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ == "__get__":  # of an attribute, such as the shape
+            name = func.__name__
+            if name == "__get__":  # of an attribute, such as the shape
                 return func(*args)
             if func in READERS and any(map(is_missing, tensors_in((args, kwargs)))):
                 if not sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
                     _refuse_read()  # else it counts bytes of saved tensors
-            elif not _is_of_object(func):
+            elif name not in _OF_OBJECT and (not name.endswith("_") or name.endswith("__")):
                 args, kwargs = _mapped(_as_unread, args), _mapped(_as_unread, kwargs)
             return func(*args, **kwargs)
 
@@ -132,12 +133,6 @@ class _Overwritten(Tensor):
         if is_missing(self):
             _set_missing(result, True)
         return result
-
-
-def _is_of_object(function: Any) -> bool:
-    """Return whether a function is of a tensor itself: it writes to it, or is of an attribute."""
-    name = function.__name__
-    return name in _OF_OBJECT or (name.endswith("_") and not name.endswith("__"))
 
 
 def _as_unread(tensor: Tensor) -> Tensor:

@@ -72,8 +72,9 @@ def check_batch_dims(batch_dims: object) -> BatchDims:
 
 def sample_dims(inputs: Any, targets: Any, batch_dims: BatchDims = NO_DIMS) -> SampleDims:
     """Return the dimension of the samples in each tensor, by the rules of this file."""
-    if _is_usual(inputs, targets) and not batch_dims:
-        return SampleDims(len(inputs), (0,), (0,))
+    are_tensors = type(inputs) is Tensor and type(targets) is Tensor and not batch_dims
+    if are_tensors and inputs.dim() > 0 < targets.dim() and len(inputs) == len(targets):
+        return SampleDims(len(inputs), (0,), (0,))  # needs no further look
     sizes: dict[str, int] = {}
     rows: dict[str, tuple[int | None, ...]] = {"inputs": (), "targets": ()}
     for name, batch in (("inputs", inputs), ("targets", targets)):
@@ -102,16 +103,6 @@ def sample_dims(inputs: Any, targets: Any, batch_dims: BatchDims = NO_DIMS) -> S
             for leaf, dim in zip(tensors, dims, strict=True)
         )
     return SampleDims(next(iter(sizes.values()), 0), rows["inputs"], rows["targets"])
-
-
-def _is_usual(inputs: object, targets: object) -> bool:
-    """Return whether a batch is two tensors of as many samples, which need no further look."""
-    return (
-        type(inputs) is Tensor
-        and type(targets) is Tensor
-        and inputs.dim() > 0 < targets.dim()
-        and len(inputs) == len(targets)
-    )
 
 
 def warn_of_squares(inputs: Any, batch_dims: BatchDims) -> None:

@@ -273,7 +273,14 @@ class ModuleCaller:
         draws = self.is_random.get(training, True) or isinstance(seed, Tensor)
         generator = OwnGenerator(seed, self.device) if draws and seed is not None else None
         with self._call_contexts(generator, deferred, saved):
-            output = self._module_output(arguments, microbatch)
+            weights = {} if self.versions is None else self.versions.weights(microbatch)
+            args, kwargs = arguments, {}
+            if self.arguments is not None:
+                args, kwargs = with_tensors(self.arguments[microbatch], arguments)
+            if weights:
+                output: object = functional_call(self.module, {**weights}, args, kwargs)
+            else:
+                output = self.module(*args, **kwargs)
             if self.loss_fn is not None:
                 outputs: tuple[Tensor, ...] = (self.loss_fn(output, microbatch),)
                 self._loss_gradient = torch.full_like(outputs[0], self.loss_scale)
@@ -309,15 +316,6 @@ class ModuleCaller:
         if deferred is not None:
             context.enter_context(deferred.interception())
         return context
-
-    def _module_output(self, inputs: tuple[Tensor, ...], microbatch: int) -> object:
-        weights = {} if self.versions is None else self.versions.weights(microbatch)
-        args, kwargs = inputs, None
-        if self.arguments is not None:
-            args, kwargs = with_tensors(self.arguments[microbatch], inputs)
-        if weights:
-            return functional_call(self.module, {**weights}, args, kwargs)
-        return self.module(*args, **(kwargs or {}))
 
     def _note_modified(
         self, arguments: tuple[Tensor, ...], counters: list[int], training: bool

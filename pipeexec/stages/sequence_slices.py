@@ -253,7 +253,9 @@ class KeyValueCache(nn.Module):
         form = own, n_keys, query.dtype, query.device
         mask = self._call.masks.get(form)
         if mask is None:
-            mask = self._call.masks[form] = _causal_mask(*form)
+            # torch's ``is_causal`` aligns the first query with the first key, this the last ones.
+            scores = torch.full((own, n_keys), -torch.inf, dtype=query.dtype, device=query.device)
+            mask = self._call.masks[form] = scores.triu_(n_keys - own + 1)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, **options)
 
     forward = attend
@@ -338,15 +340,6 @@ def _check_positions(**tensors: Tensor) -> None:
         )
 
 
-def _causal_mask(n_queries: int, n_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what is added to the scores: -inf for keys behind a query, else 0.
-
-    torch's ``is_causal`` aligns the first query with the first key, this mask the last ones.
-    """
-    scores = torch.full((n_queries, n_keys), -torch.inf, dtype=dtype, device=device)
-    return scores.triu_(n_keys - n_queries + 1)
-
-
 def _same_call(calls: Sequence[_T], number: int) -> _T:
     """Return the call of an earlier slice with the number of this one."""
     if number >= len(calls):
@@ -407,19 +400,14 @@ def check_sliceable(modules: Sequence[nn.Module], n_stages: int, n_slices: int) 
                 "with n_replicas, which reduces gradients itself"
             )
         for name, part in module.named_modules():
-            reason = _refusal(part)
+            reason = next((why for kind, why in _REFUSED if isinstance(part, kind)), None)
+            if isinstance(part, KeyValueCache):
+                reason = None if part.causal else _TWO_WAYS
             if reason is not None:
                 raise ArgumentError(
                     f"{name or 'the module'} of stage {slot} ({type(part).__name__}) cannot run "
                     f"sequences in {n_slices} slices: it {reason[0]}; {reason[1]}"
                 )
-
-
-def _refusal(module: nn.Module) -> tuple[str, str] | None:
-    """Return why a module is refused, and what to do; None if it is not."""
-    if isinstance(module, KeyValueCache):
-        return None if module.causal else _TWO_WAYS
-    return next((reason for kind, reason in _REFUSED if isinstance(module, kind)), None)
 
 
 class AttentionWatch(TorchFunctionMode):

@@ -331,6 +331,20 @@ def test_several_mini_batches_are_refused() -> None:
         check_can_capture(graph, named_gpus(0, 0), [None, None])
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"grad_norm": True}, "the norm of gradients"),
+        ({"tied": [(0, 1)]}, "sums over tied stages"),
+        ({"expert_layers": 1}, "layers with experts"),
+    ],
+)
+def test_features_that_are_not_captured(options: dict[str, Any], what: str) -> None:
+    graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4), hosts="one", **options)
+    with pytest.raises(ArgumentError, match=rf"does not capture {what}.*leave cuda_graph out"):
+        check_can_capture(graph, named_gpus(0, 0), [None, None])
+
+
 def test_optimizers_must_be_capturable() -> None:
     """``capturable`` must be set where it exists; others are checked once they have a state."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]

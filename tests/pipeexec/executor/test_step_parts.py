@@ -25,7 +25,7 @@ FOLDER = Path(pipeline_file.__file__).parent
 
 #: Files that run tasks, whatever features these belong to.
 CORE = [
-    "devices_and_stages", "gradient_sync", "host_threads", "op_handlers", "placed_model", "plan",
+    "gradient_sync", "host_threads", "op_handlers", "placed_model", "plan",
     "planned_task", "remote_messages", "step", "step_gradients", "step_inputs", "step_part",
     "step_reports", "step_runner",
 ]  # fmt: skip
