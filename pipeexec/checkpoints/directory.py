@@ -36,7 +36,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -272,25 +272,20 @@ def read_tensors(
             continue
         if len(tensors) == len(specs):
             break
-        with _read_errors(file), safe_open(str(file), framework="pt") as content:
-            for key in specs.keys() & content.keys() - tensors.keys():
-                # A tensor of safetensors is a view of the file, which may change later.
-                tensors[key] = _checked(file, key, content.get_tensor(key), specs[key]).clone()
+        try:
+            with safe_open(str(file), framework="pt") as content:
+                for key in specs.keys() & content.keys() - tensors.keys():
+                    # A tensor of safetensors is a view of the file, which may change later.
+                    tensors[key] = _checked(file, key, content.get_tensor(key), specs[key]).clone()
+        except (SafetensorError, OSError) as error:
+            reason = f"{error!s:.300}; give another checkpoint"
+            raise CheckpointError(f"cannot read {file}: {reason}") from error
     if missing := [key for key in specs if key not in tensors]:
         raise CheckpointError(
             f"no file of {folder / part} that the manifest lists has the tensor {missing[0]!r}; "
             "give another checkpoint"
         )
     return {key: tensors[key] for key in specs}
-
-
-@contextmanager
-def _read_errors(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        reason = f"{error!s:.300}; give another checkpoint"
-        raise CheckpointError(f"cannot read {file}: {reason}") from error
 
 
 def _checked(file: Path, key: str, tensor: Tensor, spec: TensorSpec) -> Tensor:

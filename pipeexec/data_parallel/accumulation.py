@@ -203,7 +203,12 @@ class GradientAccumulation:
             if self._n_done == self.n_steps:
                 self._step()
         except BaseException:
-            self._restore_after_error(n_samples)
+            if self._state == "forward":  # restore the state from before the block
+                self._state = "outside"
+                if n_samples is not None:
+                    self._n_samples.pop()
+            else:
+                self._drop(synchronizing=self._state == "backward" and self.is_last)
             raise
         self._state = "outside"
 
@@ -397,15 +402,6 @@ class GradientAccumulation:
             self.scaler.update()
         self._clear()
         self.has_stepped = True
-
-    def _restore_after_error(self, n_samples: int | None) -> None:
-        """Restore the state from before a block that raised, or drop its batch."""
-        if self._state != "forward":
-            self._drop(synchronizing=self._state == "backward" and self.is_last)
-            return
-        self._state = "outside"
-        if n_samples is not None:
-            self._n_samples.pop()
 
     def _drop(self, *, synchronizing: bool) -> None:
         """Drop the batch; DDP's reducer may wait for gradients that will not come."""

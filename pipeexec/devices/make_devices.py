@@ -67,6 +67,8 @@ def make_devices(
             "their streams cannot wait for each other; give devices of one kind"
         )
     n_cpu = sum(isinstance(d, torch.device) and d.type == "cpu" for d in parsed)
+    if n_cpu:
+        _keep_freed_memory()
     first = local_rank * n_cpu
     cores = _worker_cores(n_cpu * n_local, pin_threads)[first : first + n_cpu]
     workers = (CpuDevice(index, core) for index, core in enumerate(cores))
@@ -87,8 +89,6 @@ def make_devices(
 def _worker_cores(n_workers: int, pin_threads: bool) -> Sequence[int | None]:
     """Return the core of each CPU worker of this machine; None for workers that are not pinned."""
     available = available_cores()
-    if n_workers:
-        _keep_freed_memory()
     if n_workers > len(available):
         warn_caller(
             f"{n_workers} CPU devices share {len(available)} cores: tasks will slow each other "

@@ -193,11 +193,6 @@ class Exchange:
             raise self._error
         numbers = torch.cat([own, others, self._n_kept]).tolist()  # one copy to the host
         self._n_sent, self._n_requested, self._n_sorted = numbers[:n], numbers[n:-1], numbers[-1]
-        self._check_refused()
-        del self._bad, self._counts, self._n_kept, self._keys
-
-    def _check_refused(self) -> None:
-        """Raise if this process, or another, has refused its keys."""
         if _REFUSED in self._n_sent:
             raise self._config.layout.explain(self._keys, self._bad, bags=self._config.bags)
         if _REFUSED in self._n_requested:
@@ -205,6 +200,7 @@ class Exchange:
             raise PeerError(
                 f"rank {rank} refused its keys, see the error of that rank; no key was sent"
             )
+        del self._bad, self._counts, self._n_kept, self._keys
 
     @torch.no_grad()
     def keys(self) -> None:

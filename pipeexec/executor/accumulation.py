@@ -54,7 +54,7 @@ class AccumulatedSteps:
             return
         loss.check = None  # gradients at the outputs are weighed, too
         loss.earlier_count = self.count
-        if loss.function.reduction == "sum" or loss.is_counted_before():
+        if loss.function.reduction == "sum" or loss.function.returns_count:
             return
         n_samples = sum(loss.sizes)
         share = n_samples / (self.n_samples + n_samples)

@@ -115,8 +115,9 @@ def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
 
 def warn_of_compiled(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
     """Warn if backwards are split, and stages are compiled."""
-    compiled = sorted({stage.index for stage in stages if is_compiled(stage.module)})
-    if compiled and (graph.op == Op.W).any():
+    split = stages if (graph.op == Op.W).any() else ()
+    compiled = sorted({stage.index for stage in split if is_compiled(stage.module)})
+    if compiled:
         warn_caller(
             f"stage {', '.join(map(str, compiled))}: torch computes all gradients of a compiled "
             "module at once, so I computes those of its weights too, and W only those of layers "

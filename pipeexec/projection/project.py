@@ -145,7 +145,11 @@ def project(
     2
     """
     chosen = _checked_cluster(cluster)
-    layer_loss_fn = _checked_loss(loss_fn, targets)
+    if loss_fn is not None:
+        check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
+    elif targets is not None:
+        raise ArgumentError("targets are given, but no loss_fn that takes them; give loss_fn=")
+    layer_loss_fn = layer_loss(loss_fn, targets)
     if optimizer is not None:
         check_function("optimizer", optimizer, "optimizer(parameters)")
     torch_device = parse_device(check_text("device", device))
@@ -270,14 +274,6 @@ def _checked_busy(n_busy: int, device: torch.device) -> int:
             f"{n_cores}; give at most {n_cores - 1}"
         )
     return n
-
-
-def _checked_loss(loss_fn: Callable[[Any, Any], Any] | None, targets: Any) -> LayerLoss:
-    if loss_fn is not None:
-        check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
-    elif targets is not None:
-        raise ArgumentError("targets are given, but no loss_fn that takes them; give loss_fn=")
-    return layer_loss(loss_fn, targets)
 
 
 def _microbatch_size(arguments: tuple[Tensor, ...], size: int | None) -> int:

@@ -457,10 +457,6 @@ class StepLoss:
             self.function.returns_count = bool(self._processes.published(f"{self._name}/is"))
         return bool(self.function.returns_count)
 
-    def is_counted_before(self) -> bool:
-        """Return whether losses of earlier steps had counts."""
-        return bool(self.function.returns_count)
-
     def batch_count(self) -> float:
         """Return the count of the first mini-batch; the host waits for counts on a GPU."""
         device = self._gpus[0] if self._gpus else torch.device("cpu")
