@@ -23,8 +23,6 @@ from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.ops import RECVS, SENDS, TRANSFERS, Op, part_name
 from pipesim.utils.csr import CSR, Ints
 
-RENDEZVOUS = "SEND waits until its RECV is reached"
-
 
 class WaitKind(NamedTuple):
     """A kind of wait."""
@@ -47,7 +45,7 @@ def kinds_of_waits(graph: TaskGraph) -> list[WaitKind]:
         sends = np.flatnonzero(graph.is_op(SENDS))
         reached = graph.queue_predecessor[graph.pair[sends]].astype(np.int64)
         edges = Edges(reached[reached >= 0], sends[reached >= 0])
-        kinds.append(WaitKind("rendezvous", RENDEZVOUS, edges, sends))
+        kinds.append(WaitKind("rendezvous", "SEND waits until its RECV is reached", edges, sends))
     return kinds
 
 

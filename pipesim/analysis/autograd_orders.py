@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-RecomputeThread = Literal["device", "caller"]
 #: Order of the backward of one device: True for an R, False for a B.
 _Steps = tuple[bool, ...]
 
@@ -128,7 +127,7 @@ def autograd_orders(
     costs: Costs,
     *,
     recompute: Recompute = "always",
-    recompute_thread: RecomputeThread = "device",
+    recompute_thread: Literal["device", "caller"] = "device",
     n_orders: Count = 200,
     seed: Whole = 0,
     **lowering: Any,

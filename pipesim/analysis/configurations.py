@@ -16,7 +16,6 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import each_microbatch, n_priced
@@ -272,12 +271,11 @@ def _divided(costs: Costs, factor: int) -> Costs:
     """
     if costs.exchange_bytes is not None or isinstance(costs.skip_sizes, tuple):
         raise CostsError("exchange_bytes and skip_bytes are of one size of micro-batches")
-    changed: dict[str, Any] = {
-        name: _quotient(
-            getattr(costs, name), factor if row.varies and not row.constant else 1, factor
-        )
-        for name, row in given_rows(costs).items()
-    }
+    changed: dict[str, Any] = {}
+    for name, row in given_rows(costs).items():
+        value = np.array(getattr(costs, name)) / (factor if row.varies and not row.constant else 1)
+        value = np.repeat(value, factor, axis=1) if value.ndim > 1 else value
+        changed[name] = value if value.ndim else float(value)
     if costs.skip_bytes is not None:
         changed["skip_bytes"] = costs.skip_bytes / factor  # type: ignore[operator]  # a number
     work = costs.work
@@ -287,14 +285,6 @@ def _divided(costs: Costs, factor: int) -> Costs:
             work, tokens=work.tokens / factor, flops=work.flops / factor, n_microbatches=n
         )
     return replace(costs, **changed)
-
-
-def _quotient(value: Any, divisor: int, factor: int) -> float | NDArray[np.float64]:
-    """Return a field divided by a number; values of micro-batches are repeated ``factor`` times."""
-    quotient = np.array(value) / divisor
-    if quotient.ndim > 1:
-        return np.repeat(quotient, factor, axis=1)
-    return quotient if quotient.ndim else float(quotient)
 
 
 def _scaled_groups(sync: Any, factor: int) -> Any:

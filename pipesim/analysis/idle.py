@@ -342,9 +342,6 @@ def add_chain(
     return now
 
 
-CHAIN_HELPERS = (add_task, add_waits, meeting_task, add_chain)
-
-
 # The loop over gaps.
 
 # Indices of columns, as plain numbers for compiled loops.
@@ -401,7 +398,7 @@ def _scale_to_gap(space: _GapSpace, rounding: float, lasts: float, seconds: Floa
         seconds[_HOST] += lasts
 
 
-@kernel(_scale_to_gap, *CHAIN_HELPERS, allocates=False)
+@kernel(_scale_to_gap, add_task, add_waits, meeting_task, add_chain, allocates=False)
 def _attribute_gaps(
     gaps: Gaps,
     chain: Chain,

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import Floats, measured_shares
 from pipesim.analysis.replay import message_times, replay_costs
@@ -605,7 +604,9 @@ def measured_network(timeline: Timeline, average: Average) -> Network:
     # Without a size, the time of a SEND cannot be bandwidth: it counts as latency.
     held = np.where(nbytes > 0, np.maximum(0.0, timeline.duration[sends] - fixed), 0.0)
     # A RECV that its stream and host had reached before its message came shows the message's time.
-    ready = _stream_ready(timeline, recvs) < timeline.end[recvs]
+    before, issued = graph.queue_predecessor[recvs], timeline.issue_times[recvs]
+    free = np.where(before < 0, -math.inf, timeline.end[before])
+    ready = np.where(issued > 0, np.maximum(free, issued), free) < timeline.end[recvs]
     rest = message_times(timeline, waited_only=True)[recvs] - held - fixed
     counted = ready & ~np.isnan(rest)
     if not counted.any():  # no consumer waited
@@ -613,14 +614,3 @@ def measured_network(timeline: Timeline, average: Average) -> Network:
     latency = float(average(rest[counted]) if counted.any() else rest.min())
     bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
     return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
-
-
-def _stream_ready(timeline: Timeline, recvs: NDArray[Any]) -> Floats:
-    """Return the time at which the stream of each RECV was free and its host had issued it (s).
-
-    Minus infinity for the first task of a stream, if it was issued at once.
-    """
-    before = timeline.graph.queue_predecessor[recvs]
-    free = np.where(before < 0, -math.inf, timeline.end[before])
-    issued = timeline.issue_times[recvs]
-    return np.where(issued > 0, np.maximum(free, issued), free)

@@ -199,8 +199,6 @@ def _plain(value: Any) -> Any:
 T = TypeVar("T")
 #: Values of ``recompute`` for `pipesim.lower`; others are for `Transformer.costs`.
 _AS_TASKS = ("listed", *TASK_RECOMPUTE)
-#: Schedule and number of devices of a row that does not have them.
-_DEFAULTS = {"schedule": "1f1b", "n_devices": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +304,7 @@ def step_predictions(steps: Sequence[MeasuredStep]) -> list[StepPrediction]:
 
 def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPrediction:
     """Return the prediction of a step, with a graph of ``graphs`` if it has the right one."""
-    settings = {**_DEFAULTS, **step.settings}
+    settings = {"schedule": "1f1b", "n_devices": 1, **step.settings}
     settings.pop("label", None)
     model = make_model({name: settings.pop(name) for name in MODEL if name in settings})
     # `recompute` is none, selective or full within backwards; other values make tasks of it.
@@ -321,7 +319,13 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
     settings["n_microbatches"] = _n_microbatches(settings, options)
     key = _run_text(settings)
     if key not in graphs:
-        graphs[key] = _graph(settings)
+        lowering = {name: settings[name] for name in LOWERING.values() if name in settings}
+        options_of_order = {
+            name: value
+            for name, value in settings.items()
+            if name != "schedule" and name not in lowering
+        }
+        graphs[key] = lower(schedule(settings["schedule"], **options_of_order), **lowering)
     if layers is None:
         layers = graphs[key].n_stages
         options = {"partition": "even", **options}
@@ -364,13 +368,3 @@ def _n_microbatches(settings: dict[str, Any], options: Mapping[str, Any]) -> int
             f"n_replicas={replicas}"
         )
     return int(batch) // (size * replicas)
-
-
-def _graph(settings: Mapping[str, Any]) -> TaskGraph:
-    """Return the task graph of a row: arguments of `lower`, counts, and options of a schedule."""
-    lowering = {name: settings[name] for name in LOWERING.values() if name in settings}
-    others = {name: value for name, value in settings.items() if name not in lowering}
-    order = schedule(
-        others.pop("schedule"), others.pop("n_devices"), others.pop("n_microbatches"), **others
-    )
-    return lower(order, **lowering)

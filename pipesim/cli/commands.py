@@ -368,10 +368,12 @@ def calibrate(args: argparse.Namespace) -> None:
         fitted.save(args.json)
     place = f" in {args.network}" if args.network else ""
     steps = steps_text("steps", len(fitted.rows), fitted.rows["configuration"].nunique())
+    columns = {"error of steps": [str(kind) for kind in fitted.errors.index]}
+    for name, errors in fitted.errors.items():
+        columns[str(name)] = [f"{error:.1%}" for error in errors]
     print(
-        f"{len(fitted.constants)} constants fitted to {steps}, from "
-        f"{args.gpu}{place}\n\n{_constants(fitted.constants)}\n\n{_errors(fitted.errors)}\n\n"
-        f"{_worst(fitted.rows)}"
+        f"{len(fitted.constants)} constants fitted to {steps}, from {args.gpu}{place}\n\n"
+        f"{_constants(fitted.constants)}\n\n{align_columns(columns)}\n\n{_worst(fitted.rows)}"
     )
     texts = dict.fromkeys(str(warning.message) for warning in caught)
     print("".join(f"\nwarning: {text}" for text in texts), end="\n" if texts else "")
@@ -392,11 +394,6 @@ def _constants(table: pd.DataFrame) -> str:
             "determined": determined,
         }
     )
-
-
-def _errors(table: pd.DataFrame) -> str:
-    columns = {str(name): [f"{error:.1%}" for error in table[name]] for name in table}
-    return align_columns({"error of steps": [str(kind) for kind in table.index]} | columns)
 
 
 def _worst(rows: pd.DataFrame) -> str:

@@ -151,7 +151,6 @@ _EXPECTED = (
     ".json.gz, .sqlite, or a folder of one file a rank) and a run directory of pipeexec"
 )
 _PAGE_MARK = PAGE_MARK.encode()
-_ACTION = re.compile(r"\(?[0-9]+[A-Z]")
 _ENDING = re.compile(
     r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt|\.parquet|\.sqlite)$", re.IGNORECASE
 )
@@ -213,8 +212,10 @@ def _reader(path: Path) -> _Reader:
     kind = head_kind(path, head)
     if kind == "json" and path.name in _RUN_FILES:
         raise ArgumentError(f"cannot view {path}: {_RUN_FILES[path.name]}")
+    if kind == "table":
+        return lambda path, options: {"": Timeline.load(path, costs=options.costs)}
     if kind is not None:
-        return _read_timeline if kind == "table" else _read_trace
+        return _read_trace
     text = head.decode("utf-8-sig", errors="replace").strip()
     if not text:
         raise ArgumentError(f"cannot view {path}: it is empty; {_EXPECTED}")
@@ -225,14 +226,14 @@ def _reader(path: Path) -> _Reader:
     first = text.partition("\n")[0]
     # A device may begin with idle steps, which are empty cells; a grid has labels of devices.
     action = re.search(r"[^,\s]+", first.rpartition("|")[2])
-    if action and _ACTION.match(action[0]):
+    if action and re.match(r"\(?[0-9]+[A-Z]", action[0]):
         return _read_schedule
     raise ArgumentError(f"cannot view {path}: it begins with {first[:60]!a}; {_EXPECTED}")
 
 
 def _folder_reader(path: Path) -> _Reader:
     if is_run(path):
-        return _read_run
+        return lambda path, options: {**read_run(path, options.costs)}
     names = sorted(file.name for file in path.iterdir() if not file.name.startswith("."))
     if any(name.endswith((".json", ".json.gz", ".sqlite")) for name in names):
         return _read_trace
@@ -242,14 +243,6 @@ def _folder_reader(path: Path) -> _Reader:
         f"cannot view the folder {path}: it has no timeline.csv, no run.json and no trace{near}"
         f"{'' if near else f'; {_EXPECTED}'}"
     )
-
-
-def _read_timeline(path: Path, options: ViewOptions) -> dict[str, Showable]:
-    return {"": Timeline.load(path, costs=options.costs)}
-
-
-def _read_run(path: Path, options: ViewOptions) -> dict[str, Showable]:
-    return {**read_run(path, options.costs)}
 
 
 def _read_trace(path: Path, options: ViewOptions) -> dict[str, Showable]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 #: Units of the fields that must be finite and above 0.
 _UNITS = {"tokens": "tokens", "flops": "FLOPs", "peak_flops": "FLOP/s", "memory": "bytes"}
-#: Fields that may be None.
-_OPTIONAL = ("peak_flops", "memory")
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,14 @@ class Workload:
     def __post_init__(self) -> None:
         for name, unit in _UNITS.items():
             value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                object.__setattr__(self, name, _checked_number(name, value, unit))
+            if value is None and name in ("peak_flops", "memory"):
+                continue
+            amount = number(value)
+            if amount is None or not 0 < amount < math.inf:
+                raise CostsError(
+                    f"workload: {name} must be finite {unit} above 0, got {value!r:.60}"
+                )
+            object.__setattr__(self, name, amount)
         n_gpus = check_count("workload: gpus_per_device", self.gpus_per_device)
         object.__setattr__(self, "gpus_per_device", n_gpus)
         for name in ("n_slices", "n_microbatches"):
@@ -145,13 +149,6 @@ def checked_workload(value: object) -> Workload | None:
     if value is None or isinstance(value, Workload):
         return value
     return Workload.from_dict(value)  # type: ignore[arg-type]  # it checks the type
-
-
-def _checked_number(name: str, value: object, unit: str) -> float:
-    result = number(value)
-    if result is None or not 0 < result < math.inf:
-        raise CostsError(f"workload: {name} must be finite {unit} above 0, got {value!r:.60}")
-    return result
 
 
 def _checked_settings(value: object) -> dict[str, Any] | None:
@@ -295,8 +292,18 @@ def check_experts(costs: CostFields) -> None:
         raise CostsError(f"reduced_share must be at most 1, got {costs.reduced_share!r:.60}")
     for name in ("parameter", "gradient", "optimizer"):
         _check_part(costs, f"expert_{name}_bytes", f"{name}_bytes")
-    if costs.segments is not None:
-        _check_segments(costs.segments, costs.expert_layers)
+    if costs.segments is None:
+        return
+    segments: Any = costs.segments
+    layers: Any = costs.expert_layers
+    counts = [layers] * len(segments) if isinstance(layers, float) else layers
+    if not segments or len(counts) != len(segments):
+        raise CostsError(
+            f"segments are of {len(segments)} stages, but expert_layers of {len(counts)}; give "
+            "those of each stage"
+        )
+    for stage, (operations, n) in enumerate(zip(segments, counts, strict=True)):
+        _check_stage(stage, operations, 2 * int(n) + 1)
 
 
 def check_whole_layers(layers: object) -> None:
@@ -339,17 +346,6 @@ def checked_segments(value: object) -> Segments | None:
         )
     except (TypeError, ValueError):
         raise CostsError(f"{_SEGMENTS_FORM}, got {value!r:.60}") from None
-
-
-def _check_segments(segments: Any, layers: Any) -> None:
-    counts = [layers] * len(segments) if isinstance(layers, float) else layers
-    if not segments or len(counts) != len(segments):
-        raise CostsError(
-            f"segments are of {len(segments)} stages, but expert_layers of {len(counts)}; give "
-            "those of each stage"
-        )
-    for stage, (operations, n) in enumerate(zip(segments, counts, strict=True)):
-        _check_stage(stage, operations, 2 * int(n) + 1)
 
 
 def _check_stage(stage: int, operations: tuple[tuple[float, ...], ...], n: int) -> None:

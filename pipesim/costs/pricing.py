@@ -213,8 +213,9 @@ class _Prices:
         self.tied_bytes = _tied_bytes(costs, self.graph)
         if costs.expert_replicas > 1:
             check_expert_replicas(costs, self.graph)
-        if costs.buckets is not None and routes.n_buckets.any():
-            _check_buckets(costs, self.graph)
+        n, buckets = self.graph.n_stages, costs.buckets
+        if buckets is not None and routes.n_buckets.any() and len(buckets) != n:
+            raise CostsError(f"buckets has {len(buckets)} values for {n} stages; give one a stage")
 
     def _values(self, name: str) -> Floats:
         return self.costs.per_stage(name, self.graph.n_stages)
@@ -373,13 +374,6 @@ def _tied_bytes(costs: Costs, graph: TaskGraph) -> Floats:
             "stages; give one number for all, or one a group"
         )
     return np.array(costs.tied_bytes)
-
-
-def _check_buckets(costs: Costs, graph: TaskGraph) -> None:
-    if costs.buckets is not None and len(costs.buckets) != graph.n_stages:
-        raise CostsError(
-            f"buckets has {len(costs.buckets)} values for {graph.n_stages} stages; give one a stage"
-        )
 
 
 def exchange_name(part: int) -> str:

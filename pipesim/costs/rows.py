@@ -181,11 +181,6 @@ def _form(check: Callable[[Any], Any], **kind: Any) -> Any:
     return field(default=row.default, metadata={"row": row})
 
 
-def _network() -> Any:
-    row = Row(_checked_network, write=Network.to_dict)
-    return field(default_factory=Network, metadata={"row": row})
-
-
 _GRADIENTS = ("gradient_bytes", "parameter_bytes")
 
 
@@ -231,7 +226,9 @@ class CostFields:
         write=lambda x: {skip_text(k): v for k, v in x} if isinstance(x, tuple) else x,
     )  # fmt: skip
     tied_bytes: PerStage = _numbers("bytes", item="group", is_rare=True)
-    network: Network = _network()
+    network: Network = field(
+        default_factory=Network, metadata={"row": Row(_checked_network, write=Network.to_dict)}
+    )
     all_reduce: str = _form(
         lambda name: check_name("all-reduce", name, ALL_REDUCE), default="ring", is_rare=False
     )

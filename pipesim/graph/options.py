@@ -211,11 +211,6 @@ def checked_shares(shares: Sequence[float] | str, n_stages: int) -> tuple[float,
     return () if all(share == 1 for share in of_stages) else of_stages
 
 
-def shares_text(shares: Sequence[float]) -> str:
-    """Return the text that `checked_shares` reads."""
-    return _BETWEEN.join(map(repr, shares))
-
-
 # When replicas reduce gradients
 
 GradSync = Literal["last", "every", "bucketed"]
@@ -370,9 +365,6 @@ def _wrong_tied(tied: object) -> ArgumentError:
     )
 
 
-_BACKWARDS = frozenset({Op.B, Op.I, Op.W, Op.R})
-
-
 @dataclass(frozen=True, eq=False)
 class LoweredSchedule:
     """Schedule and arguments of the call of `pipesim.lower` that made a graph.
@@ -436,7 +428,7 @@ class LoweringOptions:
     def checked(cls, kinds: Kinds, n_microbatches: int, **options: Any) -> LoweringOptions:
         """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`."""
         record = cls(**options)
-        if record.forward_only and kinds.is_op(_BACKWARDS).any():
+        if record.forward_only and kinds.is_op(frozenset({Op.B, Op.I, Op.W, Op.R})).any():
             raise GraphError(
                 "forward_only=True, but the graph has tasks of a backward, whose forward keeps "
                 "activations; leave forward_only out"
@@ -488,7 +480,7 @@ _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
         lambda text: [skip_from_text(skip) for skip in text.split()],
     ),
     "tied": (lambda tied: tied_text(tied).replace(",", " "), str.split),
-    "offload_shares": (shares_text, str),
+    "offload_shares": (lambda shares: _BETWEEN.join(map(repr, shares)), str),
 }
 
 

@@ -40,7 +40,8 @@ def checked_costs(costs: object) -> Costs:
 def check_weight_bytes(costs: Costs, n_stages: int) -> None:
     """Warn if W holds no bytes under a memory limit only because the costs give none for it."""
     held, seconds = (
-        _is_positive(costs, name, n_stages) for name in ("activation_bytes", "weight_grad")
+        getattr(costs, name) is not None and costs.averaged().per_stage(name, n_stages).any()
+        for name in ("activation_bytes", "weight_grad")
     )
     if held and seconds and not np.any(costs.weight_grad_bytes):
         warn_caller(
@@ -49,13 +50,6 @@ def check_weight_bytes(costs: Costs, n_stages: int) -> None:
             "between I and W (at most, those of activations and gradients of outputs)",
             CostsWarning,
         )
-
-
-def _is_positive(costs: Costs, name: str, n_stages: int) -> bool:
-    """Return whether a field is above 0 for a stage and micro-batch."""
-    if getattr(costs, name) is None:
-        return False
-    return bool(costs.averaged().per_stage(name, n_stages).any())
 
 
 def checked_limits(

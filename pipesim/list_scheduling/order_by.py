@@ -31,7 +31,6 @@ from pipesim.list_scheduling.problem import (
     action_columns,
     in_order,
     make_problem,
-    microbatch_seconds,
     operations,
 )
 from pipesim.list_scheduling.scheduler import Ranks, list_orders, scheduled
@@ -39,7 +38,7 @@ from pipesim.ops import Action, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.caller_warnings import warn_caller
-from pipesim.utils.csr import Ints
+from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.texts import Bytes
 
 
@@ -268,7 +267,9 @@ def microbatch_order(priority: object, problem: Problem) -> Ints | None:
     """
     if not isinstance(priority, str) or priority not in _BY_LENGTH:
         return None
-    length = _BY_LENGTH[priority] * microbatch_seconds(problem)
+    _, _, microbatch = action_columns(problem)
+    seconds = bincount(microbatch, problem.seconds, problem.n_microbatches)
+    length = _BY_LENGTH[priority] * seconds
     path = np.repeat(np.arange(problem.n_paths), problem.n_of_path)
     order: Ints = np.lexsort((length, path))
     is_own = bool((order[1:] > order[:-1]).all())

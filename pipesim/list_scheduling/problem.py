@@ -15,7 +15,7 @@ from pipesim.list_scheduling.limits import checked_in_flight, checked_limits
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.scheduling.placement import Placement
-from pipesim.utils.csr import Ints, bincount
+from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
 Floats = NDArray[np.float64]
@@ -263,9 +263,3 @@ def in_order(problem: Problem, order: Ints) -> Problem:
         f_bytes=problem.f_bytes[forward],
         w_bytes=problem.w_bytes[forward],
     )
-
-
-def microbatch_seconds(problem: Problem) -> Floats:
-    """Return the length of each micro-batch: its seconds over all stages and phases."""
-    _, _, microbatch = action_columns(problem)
-    return bincount(microbatch, problem.seconds, problem.n_microbatches)

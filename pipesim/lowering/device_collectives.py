@@ -24,9 +24,6 @@ from pipesim.ops import SENDS, WEIGHT_GRADS, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
-_GRADIENTS = WEIGHT_GRADS | {Op.REDUCE_GRAD}
-_STEPS = frozenset({Op.STEP, Op.UNSHARD})
-
 
 class DeviceCollectives(NamedTuple):
     """Groups of tied stages, and whether the norm of all gradients is computed before the steps."""
@@ -75,14 +72,14 @@ def with_device_collectives(
     if not (collectives.tied or collectives.grad_norm):
         return kinds, issued
     phase = issued.phase
-    late = kinds.is_op(_STEPS)[issued.kind]
+    late = kinds.is_op(frozenset({Op.STEP, Op.UNSHARD}))[issued.kind]
     phase[late] += len(issued.ends)
     tables, added, places = [kinds], list[Ints](), list[int]()
     stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
     early_phase, early_kind = phase[~late], issued.kind[~late]
     for group, stages in enumerate(collectives.tied):
         for replica in range(len(kinds.homes)):
-            own = kinds.is_op(_GRADIENTS) & np.isin(kinds.stage, stages)
+            own = kinds.is_op(WEIGHT_GRADS | {Op.REDUCE_GRAD}) & np.isin(kinds.stage, stages)
             own &= kinds.replica == replica
             last = np.flatnonzero(own[early_kind])[-1]
             place = _next_phase(early_phase, last)

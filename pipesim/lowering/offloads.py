@@ -28,8 +28,6 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
 Bools = NDArray[np.bool_]
-_CONSUMERS = frozenset({Op.R, Op.B, Op.I})
-_INPUT = KEPT.index("input")
 
 
 class Offloads(NamedTuple):
@@ -150,7 +148,7 @@ def _activations(
     cell = (replica * n_stages + stage) * width + microbatch
     none = len(order.tasks)
     consumer = np.full(kinds.homes.size * width, none, dtype=np.int64)
-    uses = np.flatnonzero(kinds.is_op(_CONSUMERS)[own])
+    uses = np.flatnonzero(kinds.is_op(frozenset({Op.R, Op.B, Op.I}))[own])
     np.minimum.at(consumer, cell[uses], order.place[uses])
     is_input = np.zeros(len(consumer), dtype=bool)
     is_input[cell[op == Op.R]] = True
@@ -202,7 +200,7 @@ def _copy_kinds(kinds: Kinds, held: _Activations, overlap: bool) -> tuple[Kinds,
     columns = np.stack([held.stage, held.replica, held.is_input])
     (stage, replica, is_input), number = np.unique(columns, axis=1, return_inverse=True)
     device, n = kinds.homes[replica, stage], len(stage)
-    part = np.where(is_input, _INPUT, -1)
+    part = np.where(is_input, KEPT.index("input"), -1)
     tables = [
         Kinds(
             np.full(n, op), device, stage, replica,

@@ -32,7 +32,6 @@ from pipesim.utils.texts import parse_int
 ShardParameters: TypeAlias = Literal["none", "every", "step"] | int
 SHARD_PARAMETERS = ("none", "every", "step")
 _FORWARD, _BACKWARD = range(len(PASSES))
-_USES = frozenset({Op.F, Op.R, Op.B, Op.I})
 
 
 class ParameterShards(NamedTuple):
@@ -116,7 +115,7 @@ def with_parameter_shards(
     order = ListedTasks.by_device(kinds, issued.kind)
     own, microbatch = issued.kind[order.tasks], issued.microbatch[order.tasks]
     device, stage, op = kinds.device[own], kinds.stage[own], kinds.op[own]
-    is_use = kinds.is_op(_USES)[own] & np.isin(stage, shards.stages)
+    is_use = kinds.is_op(frozenset({Op.F, Op.R, Op.B, Op.I}))[own] & np.isin(stage, shards.stages)
     is_first, is_last = _spans(
         is_use, _opens(kinds, own, microbatch), order.place, device, stage, shards.window
     )

@@ -70,8 +70,6 @@ _UNITS = {
     "synchronization": "seconds",
     "attention_half_depth": "elements",
 }
-#: Fields that may be None.
-_OPTIONAL = ("memory", "peak_flops", "attention_half_depth")
 #: Assumptions of `GPU.preset`: seconds of the host's launch of a kernel, and of its own overhead;
 #: depth at half the rate.
 _LAUNCH, _OVERHEAD, _HALF_DEPTH = 10e-6, 2e-6, 64.0
@@ -179,7 +177,7 @@ class GPU:
             value = getattr(self, field)
             if field == "memory":
                 value = in_bytes("memory", value)
-            if value is not None or field not in _OPTIONAL:
+            if value is not None or field not in ("memory", "peak_flops", "attention_half_depth"):
                 checked = checked_value(field, value, unit, above_zero=field in _RATES)
                 object.__setattr__(self, field, checked)
         count = check_size("multiprocessors", self.multiprocessors, 0)

@@ -511,7 +511,10 @@ def _experts(sizes: KernelSizes) -> OperationKernels:
     tokens, n = shard.routed_tokens, shard.local_experts
     up, down = routed_matrices(shard).values()
     e, width, u = model.bytes_per_activation, up.outputs, down.inputs
-    sort = _sort(shard, tokens)
+    sort: tuple[Kernel, ...] = ()  # orders received tokens by expert
+    if n > 1 and shard.expert_parallel * shard.expert_tensor_size > 1:
+        nbytes = 2 * e * model.hidden_size * tokens
+        sort = (Kernel("expert sort", nbytes=nbytes, share=_PERMUTATION_SHARE),)
     back = [
         sizes.grouped(f"{name} input", Matrix(matrix.outputs, matrix.inputs), tokens, n)
         for name, matrix in (("experts down", down), ("experts up", up))
@@ -538,14 +541,6 @@ def _experts(sizes: KernelSizes) -> OperationKernels:
     )
 
 
-def _sort(shard: Shard, tokens: float) -> tuple[Kernel, ...]:
-    """Return the kernel that orders received tokens by expert; none if there is one sender."""
-    if shard.local_experts == 1 or shard.expert_parallel * shard.expert_tensor_size == 1:
-        return ()
-    nbytes = 2 * shard.model.bytes_per_activation * shard.model.hidden_size * tokens
-    return (Kernel("expert sort", nbytes=nbytes, share=_PERMUTATION_SHARE),)
-
-
 def _combination(sizes: KernelSizes, *, has_shared: bool) -> OperationKernels:
     """Return the sum over the experts of a token, and that with the shared experts."""
     shard, model = sizes.shard, sizes.shard.model
@@ -567,18 +562,14 @@ def kernel_table(shard: Shard, gpu: GPU | Mapping[str, Any] | str) -> pd.DataFra
     rates = as_gpu(gpu)
     rows = [
         (part, op, kernel.name, kernel.n_kernels, kernel.flops, kernel.nbytes,
-         rates.kernel_seconds(kernel), _bound(kernel, rates))
+         rates.kernel_seconds(kernel), max(shares, key=shares.__getitem__))
         for part, kernels in _parts(shard).items()
         for field, op in _OPS.items()
         for kernel in getattr(kernels, field)
+        for shares in [rates.kernel_shares(kernel)]
     ]  # fmt: skip
     columns = ["part", "op", "kernel", "n_kernels", "flops", "bytes", "seconds", "bound"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def _bound(kernel: Kernel, gpu: GPU) -> str:
-    shares = gpu.kernel_shares(kernel)
-    return max(shares, key=shares.__getitem__)
 
 
 def _parts(shard: Shard) -> dict[str, OperationKernels]:

@@ -65,7 +65,14 @@ class Routing:
         check_name("distribution", self.distribution, get_args(Distribution))
         object.__setattr__(self, "parameter", self._checked_parameter())
         object.__setattr__(self, "seed", check_count("seed", self.seed, 0))
-        object.__setattr__(self, "counts", _checked_counts(self.counts))
+        counts = [number(x) for x in check_list("counts", self.counts, "numbers")]
+        is_valid = all(x is not None and 0 <= x < math.inf for x in counts)
+        if not is_valid or (counts and not any(counts)):
+            raise ArgumentError(
+                "counts must be finite and >= 0, and one above 0: the assignments of each expert; "
+                f"got {self.counts!r:.60}"
+            )
+        object.__setattr__(self, "counts", tuple(counts))
         if (self.distribution == "counts") != bool(self.counts):
             raise ArgumentError(
                 f"counts={list(self.counts)} with distribution={self.distribution!r}; give the "
@@ -232,16 +239,6 @@ def as_routing(value: Routing | Mapping[str, Any] | str | None) -> Routing:
     for name in value:
         check_name("field of a routing", name, [field.name for field in fields(Routing)])
     return Routing(**value)
-
-
-def _checked_counts(counts: object) -> tuple[float, ...]:
-    values = [number(x) for x in check_list("counts", counts, "numbers")]
-    if any(x is None or not 0 <= x < math.inf for x in values) or (values and not any(values)):
-        raise ArgumentError(
-            "counts must be finite and >= 0, and one above 0: the assignments of each expert; got "
-            f"{counts!r:.60}"
-        )
-    return tuple(x for x in values if x is not None)
 
 
 @lru_cache(maxsize=256)

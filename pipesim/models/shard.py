@@ -352,6 +352,8 @@ class Shard(Parallel):
         """
         sizes = self._sizes(layers_per_stage)
         model, parameters = self.model, self.stage_parameters(sizes)
+        logit_size = model.bytes_per_activation if self.fused_loss else FP32_BYTES
+        logit_bytes = self.tokens * logit_size * model.vocabulary_size / self.tensor_parallel
         return {
             "output_bytes": (self.output_bytes,) * len(sizes),
             "activation_bytes": per_stage(
@@ -368,7 +370,7 @@ class Shard(Parallel):
                 sizes,
                 self.layer_weight_grad_bytes,
                 self._input_bytes,
-                self._input_bytes + self._logit_bytes,
+                self._input_bytes + logit_bytes,
                 experts=self.expert_layer_weight_grad_bytes,
             ),
             "parameter_bytes": tuple(n * model.bytes_per_parameter for n in parameters),
@@ -407,12 +409,6 @@ class Shard(Parallel):
     def _input_bytes(self) -> float:
         """Bytes of a layer's input, and of a stage's output, on one GPU: 2sbh or 2sbh/t."""
         return self.tokens * self.model.bytes_per_activation * self.model.hidden_size / self._whole
-
-    @property
-    def _logit_bytes(self) -> float:
-        """Bytes of the gradient of the logits on one GPU, in 32 bits unless the loss is fused."""
-        size = self.model.bytes_per_activation if self.fused_loss else FP32_BYTES
-        return self.tokens * size * self.model.vocabulary_size / self.tensor_parallel
 
     @property
     def copied_parameters(self) -> float:

@@ -115,11 +115,6 @@ def _share(idle: int, m: int) -> float:
     return idle / (_INTERVAL * m + idle)
 
 
-def _v_min_idle(p: int, m: int) -> int:
-    """Return the units in which a device of V-Min is idle; found by simulation."""
-    return max(0, 4 * p - 5 - (2 if p % 3 == 0 and m > 1 else 0))
-
-
 def _v_half_idle(p: int, m: int) -> int:
     """Return the units in which a device of V-Half is idle; found by simulation."""
     if p == 1:
@@ -135,7 +130,7 @@ def _v_half_idle(p: int, m: int) -> int:
     source=_SOURCE,
     bubble=ClosedForm(
         "i/(6m+i), i = 4p-5, or 4p-7 if 3 | p and m > 1; 0 if p = 1",
-        lambda p, m: _share(_v_min_idle(p, m), m),
+        lambda p, m: _share(max(0, 4 * p - 5 - (2 if p % 3 == 0 and m > 1 else 0)), m),
     ),
     activations=ClosedForm("min(m, floor((p+4)/3))", lambda p, m: min(m, (p + 4) // 3)),
 )

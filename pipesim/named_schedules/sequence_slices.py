@@ -19,10 +19,6 @@ from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 
 
-def _is_whole(p: int, m: int, n_slices: int = 2) -> bool:
-    return m % check_count("n_slices", n_slices) == 0
-
-
 def _slices(p: int, n_slices: int | None) -> int:
     """Return the slices of a sequence for `slimpipe`: by default one for each device."""
     return p if n_slices is None else check_count("n_slices", n_slices)
@@ -33,10 +29,6 @@ def _is_whole_and_deep(p: int, m: int, n_slices: int | None = None) -> bool:
     return m % n_slices == 0 and n_slices >= p
 
 
-def _held(p: int, m: int, n_slices: int | None = None, n_chunks: int = 2) -> float:
-    return min(n_chunks * _slices(p, n_slices) + p - 1, n_chunks * m) / n_chunks
-
-
 @register(
     "seq1f1b",
     summary="1F1B over slices of sequences (n_slices): less bubble and memory for long sequences",
@@ -45,7 +37,10 @@ def _held(p: int, m: int, n_slices: int | None = None, n_chunks: int = 2) -> flo
     activations=ClosedForm(
         "min(p+k-1, m), k = n_slices", lambda p, m, n_slices=2: min(p + n_slices - 1, m)
     ),
-    counts=Counts("slices of whole sequences: multiples of n_slices", _is_whole),
+    counts=Counts(
+        "slices of whole sequences: multiples of n_slices",
+        lambda p, m, n_slices=2: m % check_count("n_slices", n_slices) == 0,
+    ),
 )
 def seq1f1b(n_devices: int, n_microbatches: int, n_slices: int = 2) -> Schedule:
     """Build the order of Seq1F1B: 1F1B over slices, whose backwards begin with the last slice.
@@ -86,7 +81,12 @@ def seq1f1b(n_devices: int, n_microbatches: int, n_slices: int = 2) -> Schedule:
         lambda p, m, n_chunks=2: (p - 1) / (n_chunks * m + p - 1),
         "slices of equal cost",
     ),
-    activations=ClosedForm("min(vk + p-1, vm)/v, k = n_slices", _held),
+    activations=ClosedForm(
+        "min(vk + p-1, vm)/v, k = n_slices",
+        lambda p, m, n_slices=None, n_chunks=2: (
+            min(n_chunks * _slices(p, n_slices) + p - 1, n_chunks * m) / n_chunks
+        ),
+    ),
     counts=Counts(
         "slices of whole sequences, of at least as many slices as there are devices (n_slices)",
         _is_whole_and_deep,

@@ -45,7 +45,14 @@ class Link:
     pairs: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", _checked_pairs(self.pairs))
+        if not isinstance(self.pairs, (tuple, list)) or not all(
+            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in self.pairs
+        ):
+            raise NetworkError(
+                f"pairs must be a list of (sender, receiver), such as [[0, 1]], got {self.pairs!r}"
+            )
+        pairs = tuple([(_device("sender", a), _device("receiver", b)) for a, b in self.pairs])
+        object.__setattr__(self, "pairs", pairs)
         latency, bandwidth = checked_speed(self, self.latency, self.bandwidth)
         object.__setattr__(self, "latency", latency)
         object.__setattr__(self, "bandwidth", bandwidth)
@@ -363,16 +370,6 @@ def bandwidth_to_json(bandwidth: float) -> float | None:
 def bandwidth_from_json(bandwidth: Any) -> Any:
     """Return a bandwidth from JSON, where None stands for infinity."""
     return math.inf if bandwidth is None else bandwidth
-
-
-def _checked_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
-    if not isinstance(pairs, (tuple, list)) or not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
-    ):
-        raise NetworkError(
-            f"pairs must be a list of (sender, receiver), such as [[0, 1]], got {pairs!r}"
-        )
-    return tuple([(_device("sender", a), _device("receiver", b)) for a, b in pairs])
 
 
 def _device(end: str, value: object) -> int:

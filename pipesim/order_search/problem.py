@@ -149,8 +149,15 @@ def _row_values(graph: TaskGraph, costs: Costs, needs: Ints, kind: Ints) -> _Row
     table = costs.of(graph).table
     allocated, _, released = kind_bytes(graph, costs)
     latency, hold = messages(graph, table, needs, kind)
+    seconds = table.duration[kind]
+    for lane in np.flatnonzero(~np.isfinite(seconds))[:1].tolist():
+        row = kind[lane]
+        raise CostsError(
+            f"{Op(graph.kinds.op[row])} of stage {graph.kinds.stage[row]} takes "
+            f"{seconds[lane]} s; check the costs"
+        )
     return _RowValues(
-        seconds=_finite(table.duration[kind], graph, kind),
+        seconds=seconds,
         latency=latency,
         hold=hold,
         allocated=allocated[kind],
@@ -188,18 +195,6 @@ def _needs(stage: Ints, phase: Ints, n_stages: int, n_ops: int) -> Ints:
     following = np.where(stage < n_stages - 1, lane + n_ops, -1)
     data = np.select([phase == 0, phase == 1], [previous, following], -1)
     return np.stack([data, np.where(phase > 0, lane - 1, -1)], axis=1)
-
-
-def _finite(seconds: Floats, graph: TaskGraph, kind: Ints) -> Floats:
-    """Return the seconds of lanes, checked to be finite."""
-    infinite = np.flatnonzero(~np.isfinite(seconds))
-    if len(infinite):
-        row = kind[infinite[0]]
-        raise CostsError(
-            f"{Op(graph.kinds.op[row])} of stage {graph.kinds.stage[row]} takes "
-            f"{seconds[infinite[0]]} s; check the costs"
-        )
-    return seconds
 
 
 # Messages between lanes: their channels, latency and time on a channel.

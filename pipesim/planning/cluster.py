@@ -174,6 +174,8 @@ def groups_of_nodes(
 _KEYS = (
     "machine", "n_gpus", "gpu", "network", "memory", "usable_memory", "network_efficiency",
 )  # fmt: skip
+#: The network between groups of GPUs; all costs share its prepared links.
+_grouped = lru_cache(maxsize=64)(Network.grouped)
 
 
 class Cluster:
@@ -421,9 +423,3 @@ class Cluster:
                     f"n_gpus={n} do not fill nodes of {size} GPUs; give a multiple of {size}, "
                     f"such as {full}" + (f", or a divisor of {size}" if n < size else "")
                 )
-
-
-@lru_cache(maxsize=64)
-def _grouped(network: Network, gpus_per_device: int) -> Network:
-    """Return the grouped network; its prepared links are then shared by all costs."""
-    return network.grouped(gpus_per_device)

@@ -395,7 +395,12 @@ def order_model(
     Without ``first_starts``, the objective is the makespan. Else it is the span, and these are the
     starts of the first task of each device (ticks), or None where the first task may vary.
     """
-    horizon = most if first_starts is None else _span_horizon(problem, ticks, most, first_starts)
+    horizon = most
+    if first_starts is not None:  # the latest end of an order whose tasks start early
+        fixed = [x for x in first_starts if x is not None]
+        in_turn = ticks.seconds + (ticks.latency + ticks.hold).sum(axis=1)
+        is_fixed = len(fixed) == len(first_starts)
+        horizon = max(fixed) + most if is_fixed else int((in_turn * problem.count).sum())
     built = OrderModel(problem, ticks, least, most, horizon)
     _add_tasks(built)
     _add_arcs(built)
@@ -465,17 +470,6 @@ def _add_messages(built: OrderModel) -> None:
         built.messages[lane] = row
     for intervals in channels.values():
         model.add_no_overlap(intervals)
-
-
-def _span_horizon(
-    problem: OrderProblem, ticks: TickProblem, most: int, first_starts: list[int | None]
-) -> int:
-    """Return the latest end of an order whose tasks start early and whose span is ``most``."""
-    fixed = [x for x in first_starts if x is not None]
-    if len(fixed) == len(first_starts):
-        return max(fixed) + most
-    in_turn = ticks.seconds + (ticks.latency + ticks.hold).sum(axis=1)
-    return int((in_turn * problem.count).sum())
 
 
 def _add_span(built: OrderModel, first_starts: list[int | None]) -> None:

@@ -250,10 +250,6 @@ def _layer_share(choice: PlanChoice) -> str:
     return ", ".join(parts)
 
 
-def _recompute(choice: PlanChoice) -> str:
-    return f"{choice.recompute} recompute" if choice.recompute != "none" else "none"
-
-
 def _depth(choice: PlanChoice) -> str:
     """Return the sizes that decide how long the pipeline fills and drains."""
     chunks = f" of {choice.n_chunks} chunks" if choice.n_chunks > 1 else ""
@@ -305,7 +301,7 @@ def _count(number: int, one: str, many: str = "") -> str:
 _SETTINGS: Mapping[str, Callable[[PlanChoice], str]] = {
     "compute": _kernels,
     "tensor_parallel": _layer_share,
-    "recompute": _recompute,
+    "recompute": lambda x: f"{x.recompute} recompute" if x.recompute != "none" else "none",
     "warm_up_cool_down": _depth,
     "imbalance": _split,
     "schedule_order": _schedule,

@@ -37,7 +37,6 @@ from pipesim.scheduling.schedule import Schedule
 #: Values that list schedules are tried with, the most promising ones first. Micro-batches in
 #: flight are counted for each stage after a stage; infinity for no limit but that of memory.
 _IN_FLIGHT = (1.0, 2.0, math.inf, 0.5)
-_PRIORITIES = ("forward_first", "backward_first", "critical_path")
 _PATIENCE = (0.75, 0.0)
 #: Most tasks of a problem for which list schedules are tried.
 _MOST_TASKS = 20_000
@@ -217,7 +216,7 @@ def _listed(problem: OrderProblem, placement: Placement, costs: Costs) -> Iterat
     patiences = _PATIENCE if split else _PATIENCE[:1]
     orders = [None] if has_equal_microbatches(problem) else first_microbatch_orders(problem)
     for share, priority, patience, microbatches in itertools.product(
-        _IN_FLIGHT, _PRIORITIES, patiences, orders
+        _IN_FLIGHT, ("forward_first", "backward_first", "critical_path"), patiences, orders
     ):
         in_flight = None
         if math.isfinite(share):

@@ -376,7 +376,6 @@ _HOT, _COLD = (1.0, 0.1, 3.0, 0.3), 0.02
 _MOST_ORDERS = 8
 #: Tasks of orders of moved micro-batches after which the time is checked.
 _CALL_TASKS = 200_000
-_MANY = 2**62
 
 
 def improve_both(search: OrderSearch) -> None:
@@ -408,7 +407,7 @@ def _is_spent(search: OrderSearch) -> bool:
 def _moves_left(search: OrderSearch) -> int:
     """Return the number of moves that are left; very many if seconds are counted."""
     total = search.effort.evaluations
-    return _MANY if total is None else total - search.evaluations
+    return 2**62 if total is None else total - search.evaluations
 
 
 def _anneal(
@@ -463,7 +462,6 @@ def _round(
 
 #: Micro-batches of a path in the longest period; shorter ones divide it.
 LONGEST_PERIOD = 12
-_PERIODS = (1, 2, 3, 4, 6, 12)
 #: Periods that are tried, for each length.
 _MOST_STARTS = 40
 
@@ -493,7 +491,7 @@ def unrolled(
     """
     more = int((problem.count - small.count)[0])
     least, best = np.inf, None
-    for period in _PERIODS:
+    for period in (1, 2, 3, 4, 6, 12):
         begins = periods_of(small, order, period)
         chosen = np.linspace(0, len(begins) - 1, min(len(begins), _MOST_STARTS)).astype(int)
         for first in begins[chosen].tolist():

@@ -141,8 +141,11 @@ def _work_of_one(
     if splits_backward:
         chain = np.zeros(n) if costs.input_grad is None else costs.per_stage("input_grad", n)
         chain = np.minimum(backward, chain + exchanges)
-        backward = _least_backward(costs, n) + exchanges
-    head, tail = (_sums_before(x) for x in (forward, backward))
+        if costs.input_grad is not None and costs.weight_grad is not None:  # B, or I and W
+            parts = costs.per_stage("input_grad", n) + costs.per_stage("weight_grad", n)
+            backward = np.minimum(backward, parts + exchanges)
+    # Sums of the values before each stage, and of all.
+    head, tail = (np.concatenate([[0.0], x.cumsum()]) for x in (forward, backward))
     ends = head[1:] - forward + chain.cumsum() - chain + (backward[0] - chain[0])
     if splits_backward:  # a W may come last, which nothing waits for
         tail = np.zeros(n + 1)
@@ -150,22 +153,6 @@ def _work_of_one(
         devices.sums(forward + backward - hidden), head[devices.first], tail[devices.first],
         forward + chain - hidden, ends,
     )  # fmt: skip
-
-
-def _sums_before(values: Floats) -> Floats:
-    """Return the sum of the values before each stage, and that of all."""
-    sums = np.zeros(len(values) + 1)
-    np.cumsum(values, out=sums[1:])
-    return sums
-
-
-def _least_backward(costs: Costs, n_stages: int) -> Floats:
-    """Return the least seconds of a backward of each stage: of B, or of I and W."""
-    whole = costs.per_stage("backward", n_stages)
-    if costs.input_grad is None or costs.weight_grad is None:
-        return whole
-    parts = costs.per_stage("input_grad", n_stages) + costs.per_stage("weight_grad", n_stages)
-    return np.minimum(whole, parts)
 
 
 def reductions(

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -130,7 +131,11 @@ class PlanSearch:
             else:
                 chosen.append((choice, bounds))
         self.left = self.left[place:]
-        chosen.sort(key=lambda row: _shape(row[0]))  # those of one worker share graphs
+        graph_settings = attrgetter(
+            "schedule", "pipeline_parallel", "n_chunks", "n_microbatches", "data_parallel",
+            "shard_optimizer", "n_slices",
+        )  # fmt: skip
+        chosen.sort(key=lambda row: graph_settings(row[0]))  # those of one worker share graphs
         return [chosen[k : k + _BATCH] for k in range(0, len(chosen), _BATCH)], n_done
 
     def _result(self, choice: PlanChoice, bounds: Bounds) -> Evaluation:
@@ -223,12 +228,6 @@ def _cannot_win(choice: PlanChoice, bounds: Bounds) -> Evaluation:
         "one is as good or better in both"
     )
     return Evaluation(choice, nan, bounds.step, memory, nan, "cannot win", reason)
-
-
-def _shape(choice: PlanChoice) -> tuple[object, ...]:
-    """Return the values that a graph depends on."""
-    return (choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_microbatches,
-            choice.data_parallel, choice.shard_optimizer, choice.n_slices)  # fmt: skip
 
 
 #: Functions of users that all must keep a configuration.

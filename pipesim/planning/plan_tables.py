@@ -46,7 +46,11 @@ def ranked_table(problem: PlanProblem, rows: Sequence[Evaluation], *, noisy: boo
         columns["noisy_step"] = [row.noisy_step for row in rows]
     sequence = getattr(problem.model, "sequence_length", math.nan)  # measured layers have none
     columns["tokens_per_second"] = problem.global_batch * sequence / steps
-    columns["mfu"] = [_mfu(problem, row) for row in rows]
+    flops = math.nan
+    if isinstance(problem.model, Transformer):
+        flops = problem.model.step_flops(problem.global_batch)
+    peak = mean_peak(problem.cluster) or math.nan
+    columns["mfu"] = [flops / (row.step * row.choice.n_gpus * peak) for row in rows]
     columns["bubble"] = [row.bubble for row in rows]
     columns["memory"] = [row.memory for row in rows]
     columns["gap"] = steps / bounds - 1
@@ -70,15 +74,6 @@ def ruled_out_table(rows: Sequence[Evaluation]) -> pd.DataFrame:
 
 def _setting_columns(rows: Sequence[Evaluation]) -> dict[str, list[Any]]:
     return {name: [getattr(row.choice, name) for row in rows] for name in SETTINGS}
-
-
-def _mfu(problem: PlanProblem, row: Evaluation) -> float:
-    """Return the model FLOPs utilization (0..1), as `Timeline.mfu`; NaN if it is unknown."""
-    model = problem.model
-    if not isinstance(model, Transformer):
-        return math.nan
-    flops = model.step_flops(problem.global_batch)
-    return flops / (row.step * row.choice.n_gpus * (mean_peak(problem.cluster) or math.nan))
 
 
 def front_ranks(seconds: Sequence[float], memory: Sequence[float]) -> list[int]:

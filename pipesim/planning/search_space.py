@@ -250,14 +250,20 @@ class Listing:
 
     def _variants(self, base: PlanChoice) -> Iterator[PlanChoice]:
         """Yield configurations with the same order that differ in their other settings."""
-        space, dp = self.space, base.data_parallel
+        space, dp, tp = self.space, base.data_parallel, base.tensor_parallel
+        model = self.problem.model
+        splits_sequence = (
+            isinstance(model, Transformer)
+            and tp > 1
+            and (space.sequence_parallel is not None or model.sequence_length % tp == 0)
+        )
         sizes = space.expert_parallel or possible_settings.expert_sizes(
             self.problem, base.context_parallel, dp
         )
         values = itertools.product(
             space.recompute or possible_settings.recomputes(self.problem),
             self._flags("shard_optimizer", dp > 1),
-            self._flags("sequence_parallel", self._splits_sequence(base.tensor_parallel)),
+            self._flags("sequence_parallel", splits_sequence),
             sizes,
             space.shard_parameters or ("none",),
             space.offload or ("none",),
@@ -278,13 +284,6 @@ class Listing:
         if (choice, reason) not in self._reasons:
             self._reasons.add((choice, reason))
             self.invalid.append(invalid(choice, reason))
-
-    def _splits_sequence(self, tp: int) -> bool:
-        """Return whether tensors may be split along the sequence, if that is fixed or possible."""
-        model = self.problem.model
-        if not isinstance(model, Transformer) or tp == 1:
-            return False
-        return self.space.sequence_parallel is not None or model.sequence_length % tp == 0
 
     def _flags(self, name: str, applies: bool) -> tuple[bool, ...]:
         """Return the values of a flag; False where it does not apply."""

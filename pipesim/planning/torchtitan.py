@@ -78,7 +78,13 @@ def torchtitan_toml(
         "tensor_parallel_degree": choice.tensor_parallel,
         "pipeline_parallel_degree": p,
     }
-    parallelism |= _context_and_experts(choice)
+    if choice.context_parallel > 1:
+        parallelism["context_parallel_degree"] = choice.context_parallel
+        # Keys and values go around a ring.
+        parallelism["context_parallel_rotate_method"] = "alltoall"
+    if choice.expert_parallel > 1:
+        parallelism["expert_parallel_degree"] = choice.expert_parallel
+        parallelism["expert_tensor_parallel_degree"] = choice.tensor_parallel
     if shards > 1:
         always = choice.shard_parameters == "every"
         parallelism["fsdp_reshard_after_forward"] = "always" if always else "never"
@@ -99,18 +105,6 @@ def torchtitan_toml(
         for name, table in tables.items()
     ]
     return _comments(choice) + "\n".join(texts)
-
-
-def _context_and_experts(choice: PlanChoice) -> dict[str, object]:
-    """Return the settings of context and expert parallelism; none for sizes of 1."""
-    values: dict[str, object] = {}
-    if choice.context_parallel > 1:
-        values["context_parallel_degree"] = choice.context_parallel
-        values["context_parallel_rotate_method"] = "alltoall"  # keys and values go around a ring
-    if choice.expert_parallel > 1:
-        values["expert_parallel_degree"] = choice.expert_parallel
-        values["expert_tensor_parallel_degree"] = choice.tensor_parallel
-    return values
 
 
 def _split_settings(sizes: Sequence[int]) -> dict[str, object]:
@@ -456,7 +450,6 @@ def _recompute(tables: Tables) -> str:
 
 #: Schedules with one stage a device; others have two unless the layers make more.
 SINGLE = frozenset({"gpipe", "1f1b"})
-_V_SHAPED = frozenset({"zbv", "dualpipev"})
 _LAYER = re.compile(r"layers\.([0-9]+)")
 
 
@@ -523,7 +516,7 @@ def check_chunks(tables: Tables, schedule: str, n_chunks: int) -> None:
     needs = ""
     if schedule in SINGLE and n_chunks != 1:
         needs = "1"
-    elif schedule in _V_SHAPED and n_chunks != 2:
+    elif schedule in ("zbv", "dualpipev") and n_chunks != 2:
         needs = "2"
     elif name and schedule not in SINGLE and n_chunks < 2:
         needs = "at least 2"

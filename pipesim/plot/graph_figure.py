@@ -93,18 +93,15 @@ def draw_arrows(ax: Axes, graph: TaskGraph, layout: GraphLayout, *, labels: bool
         patch.set_gid(f"{arrow.sort}:{arrow.source}>{arrow.target}")
         patch.set_in_layout(False)
         ax.add_patch(patch)
-        if labels and arrow.sort == "message":
-            _label(ax, graph, arrow, points)
-
-
-def _label(ax: Axes, graph: TaskGraph, arrow: Arrow, points: list[tuple[float, float]]) -> None:
-    """Put the micro-batch of a message on the middle of its arrow's first segment."""
-    x, y = np.mean(points[:2], axis=0)
-    text = ax.text(x, y, str(graph.microbatch[arrow.source]), fontsize=SMALL - 1, color=INK,
-                   ha="center", va="center", zorder=1.6,
-                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # fmt: skip
-    text.set_gid(f"label:{arrow.source}>{arrow.target}")
-    text.set_in_layout(False)
+        if labels and arrow.sort == "message":  # on the middle of the arrow's first segment
+            x, y = np.mean(points[:2], axis=0)
+            text = ax.text(
+                x, y, str(graph.microbatch[arrow.source]), fontsize=SMALL - 1, color=INK,
+                ha="center", va="center", zorder=1.6,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+            )  # fmt: skip
+            text.set_gid(f"label:{arrow.source}>{arrow.target}")
+            text.set_in_layout(False)
 
 
 def _heights(

@@ -48,11 +48,6 @@ def signed_rows(orders: Sequence[Sequence[object]]) -> str:
     return _csv(rows)
 
 
-def signed_grid(grid: str) -> str:
-    """Return a grid as text with a checksum as its last word."""
-    return f"{grid} {_signature(grid + chr(10))}\n"
-
-
 def unsigned(text: str) -> tuple[str, str]:
     """Return the text of a file without its checksum, and the checksum, empty if it has none."""
     match = _SIGNATURE.search(text)
@@ -166,7 +161,8 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
             f"with_slices({schedule.n_slices}) again after loading"
         )
     if path.suffix.lower() == ".txt":
-        text = signed_grid(schedule.grid())
+        grid = schedule.grid()
+        text = f"{grid} {_signature(grid + chr(10))}\n"
     elif (schedule.op == Op.R).any():
         raise ScheduleError(
             f"cannot write {path}: schedule {schedule.name!r} lists recomputes (R), for which "
@@ -180,8 +176,15 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
 def read_schedule(path: Path | str, name: str | None = None) -> Schedule:
     """Read a schedule from a file, as `Schedule.load` describes."""
     path = check_path("path", path, needs=_NEEDS)
+    where = str(path)
     text, signature = unsigned(_content(path))
-    schedule = _build(str(path), _rows(str(path), text), name or path.stem)
+    # A grid has no commas, and may have labels.
+    lines = _table_lines(where, text.rstrip()) if "," in text else _grid_lines(where, text)
+    rows = [
+        [CsvCell(cell, device, row, column) for column, cell in enumerate(cells, 1)]
+        for device, (row, cells) in enumerate(lines)
+    ]
+    schedule = _build(where, rows, name or path.stem)
     if signature and signature != _signature(text):  # last: an error that names a cell says more
         raise ScheduleError(checksum_mismatch(path, f"delete {signature!r} from it"))
     return schedule
@@ -216,15 +219,6 @@ def _content(path: Path) -> str:
 
 def _refuse_form(where: str, problem: str) -> NoReturn:
     raise ScheduleError(f"cannot read schedule {where}: {problem}; give {_FORMS}")
-
-
-def _rows(where: str, text: str) -> list[list[CsvCell]]:
-    """Return the cells of each device; a grid has no commas, and may have labels."""
-    lines = _table_lines(where, text.rstrip()) if "," in text else _grid_lines(where, text)
-    return [
-        [CsvCell(cell, device, row, column) for column, cell in enumerate(cells, 1)]
-        for device, (row, cells) in enumerate(lines)
-    ]
 
 
 def _table_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:

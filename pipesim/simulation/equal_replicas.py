@@ -50,7 +50,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds
 from pipesim.network.network import Network
-from pipesim.network.routes import Routes
 from pipesim.ops import COLLECTIVES, COMPUTE, COPIES, IN_REPLICA, SENDS, Op
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
@@ -247,7 +246,9 @@ class ReplicaRoutes:
             messages.append(
                 routes.network.resolve(source.ravel(), target.ravel(), routes.n_devices)
             )
-        return all(_have_equal_rows(x, len(devices)) for x in messages)
+        columns = [column for x in messages for column in (x.latency, x.bandwidth)]
+        rows = (column.reshape(len(devices), -1) for column in columns)
+        return all(bool((row == row[0]).all()) for row in rows)
 
     def links(self, table: CostTable) -> tuple[bytes, Ints | None]:
         """Return the links of each kind, those of collectives also of other replicas.
@@ -314,13 +315,6 @@ class SharedRoutes:
 def _devices(routes: KindRoutes) -> Ints:
     """Return the devices of each replica; shape ``(n_replicas, n_devices)``."""
     return np.arange(routes.n_devices)[None] if routes.replicas is None else routes.replicas
-
-
-def _have_equal_rows(messages: Routes, n_rows: int) -> bool:
-    """Return whether equal parts of messages have the same latencies and bandwidths."""
-    columns: list[NDArray[np.float64]] = [messages.latency, messages.bandwidth]
-    rows = [column.reshape(n_rows, -1) for column in columns]
-    return all(bool((row == row[0]).all()) for row in rows)
 
 
 def replica_memory_graph(schedule: Schedule) -> TaskGraph:

@@ -462,7 +462,9 @@ def run_rows(
                 collected += result.pop(_WARNINGS, ())
                 results[digest] = result
                 if journal is not None:
-                    journal.append(digest, _record(wanted[digest], result))
+                    row = wanted[digest]  # its settings are for readers only
+                    record = {**row.shown, **result, "settings": row.case, "version": __version__}
+                    journal.append(digest, {key: _finite(x) for key, x in record.items()})
                 bar.update()
     for category, text in dict.fromkeys(collected):
         warn_caller(text, category)
@@ -559,12 +561,6 @@ def _frame(rows: Sequence[SweepRow], results: Mapping[str, dict[str, Any]]) -> p
     further = {name: x for name, x in known_columns(values_of_rows).items() if name not in shown}
     last = {key: columns.pop(key) for key in ("seconds", "error")}
     return pd.DataFrame({**shown, **columns, **further, **last})
-
-
-def _record(row: SweepRow, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a row in a file; its settings are for readers only."""
-    record = {**row.shown, **result, "settings": row.case, "version": __version__}
-    return {key: _finite(value) for key, value in record.items()}
 
 
 def _finite(value: Any) -> Any:

@@ -243,7 +243,11 @@ def load_csv(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
     try:
         header, rows = _table(text)
         frame = _frame(header, rows)
-        timeline = from_rows(frame, _settings(frame), costs=costs, name=name or path.stem)
+        # Each setting is a column with one value in all rows.
+        settings = {name: frame[name].iloc[0] for name in SETTINGS if name in frame}
+        for setting, value in settings.items():
+            check_rows(frame, frame[setting] == value, f"has another {setting} than the first")
+        timeline = from_rows(frame, settings, costs=costs, name=name or path.stem)
         _check_checksum(header, rows)  # last: an error that names a cell is more helpful
     except (PipeError, ValueError) as error:
         raise TimelineError(f"{path} is no whole timeline: {error}") from error
@@ -264,14 +268,6 @@ def _frame(header: list[str], cells: list[list[str]]) -> pd.DataFrame:
         if column in rows:
             rows[column] = _numbers(rows, column, lambda text: parse_float(text or "nan"))
     return rows
-
-
-def _settings(rows: pd.DataFrame) -> dict[str, str]:
-    """Return the settings, of which each is a column with one value in all rows."""
-    settings = {name: rows[name].iloc[0] for name in SETTINGS if name in rows}
-    for name, text in settings.items():
-        check_rows(rows, rows[name] == text, f"has another {name} than the first")
-    return settings
 
 
 def _numbers(rows: pd.DataFrame, column: str, parse: Callable[[str], float | None]) -> list[float]:

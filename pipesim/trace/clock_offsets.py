@@ -63,7 +63,8 @@ def align_clocks(messages: ClockBounds, n_ranks: int) -> tuple[NDArray[np.float6
     newest, next_rank = 0, 1
     while len(joined) < n_ranks:
         for other in near[newest] - joined:
-            heapq.heappush(edges, (_width(least, newest, other), newest, other))
+            bounds = least.get((newest, other), -math.inf), least.get((other, newest), -math.inf)
+            heapq.heappush(edges, (-sum(bounds), newest, other))
         while edges and edges[0][2] in joined:
             heapq.heappop(edges)
         if edges:
@@ -88,11 +89,6 @@ def _least(messages: ClockBounds) -> Mapping[tuple[int, int], float]:
     least = np.full(pairs.shape[1], -np.inf)
     np.maximum.at(least, number, messages.sent - messages.used)
     return dict(zip(zip(*pairs.tolist(), strict=True), least.tolist(), strict=True))
-
-
-def _width(least: Mapping[tuple[int, int], float], a: int, b: int) -> float:
-    """Return the seconds between the two bounds of a pair of clocks."""
-    return -least.get((a, b), -math.inf) - least.get((b, a), -math.inf)
 
 
 def _between(low: float, high: float) -> float:

@@ -102,7 +102,6 @@ _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _NO_WORK = re.compile(r"sync|event$|annotation|overhead|profiler|counter")
 #: Copies of the CPU's ranges. They cover only kernels that the range's own thread launched.
 _COPIES = "gpu_user_annotation"
-_AUTOGRAD = "autograd::engine::evaluate_function"
 #: Names of other ranges that are kept for messages.
 _N_NAMES = 100
 
@@ -224,7 +223,7 @@ def read_trace(
         elif category == "cpu_op":
             span = Span(*seconds(path, event, index))
             trace.operations.append(span)
-            if name.startswith(_AUTOGRAD):
+            if name.startswith("autograd::engine::evaluate_function"):
                 trace.autograd_operations.append(span)
         elif len(trace.names) < _N_NAMES:
             trace.names[name] = None

@@ -37,17 +37,14 @@ def descriptions(function: Callable[..., Any]) -> dict[str, str]:
         f"{inspect.getdoc(function)}\n",
         re.MULTILINE | re.DOTALL,
     )
-    return {
-        name.strip(" *"): _plain(inspect.cleandoc(f"\n{text}"))
+    return {  # without reStructuredText's marks of code
+        name.strip(" *"): re.sub(r'``"([^"`]*)"``', r"\1", inspect.cleandoc(f"\n{text}")).replace(
+            "`", ""
+        )
         for section in sections
         for names, text in re.findall(r"^(\S.*)\n((?: +.*\n|\n)+)", section, re.MULTILINE)
         for name in names.split(",")
     }
-
-
-def _plain(text: str) -> str:
-    """Return reStructuredText without its marks of code."""
-    return re.sub(r'``"([^"`]*)"``', r"\1", text).replace("`", "")
 
 
 def literals(function: Callable[..., Any], name: str) -> tuple[str, ...]:

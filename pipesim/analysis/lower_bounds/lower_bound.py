@@ -246,24 +246,19 @@ def _bound_of_places(
     if limits is not None:
         arcs = joined_arcs(arcs, memory_arcs(devices, lanes, costs.memory_reserve))
     places = ordered_places(lanes, arcs)
+    of_devices = device_lanes(lanes, places, devices)
     if objective == "span":
         of_lane = np.full(len(lanes.seconds), -1)  # device of each lane of F, B, I, W or R
         actions = graph.kinds.is_op(LISTED)
         of_lane[lanes.lane_of_kind[actions]] = graph.kinds.device[actions]
-        device = of_lane[places.lane]
-        seconds = _span_bound(places, device_lanes(lanes, places, devices), device, search)
+        seconds = _span_bound(places, of_devices, of_lane[places.lane], search)
     else:
-        seconds = _makespan_bound(places, device_lanes(lanes, places, devices), target, search)
+        head, tail = heads_of(places), tails_of(places)
+        longest = _longest_path(places, head, tail)
+        windows = Windows.of_places(places, of_devices, head, tail)
+        whole = _rounding_error(places) == 0.0
+        seconds = latest_excluded_horizon(windows, longest, target, whole=whole, search=search)
     return float(seconds * (1.0 - _rounding_error(places)))
-
-
-def _makespan_bound(places: Places, lanes: DeviceLanes, target: float, search: bool) -> float:
-    """Return a lower bound on the end of the last task (s)."""
-    head, tail = heads_of(places), tails_of(places)
-    longest = _longest_path(places, head, tail)
-    windows = Windows.of_places(places, lanes, head, tail)
-    whole = _rounding_error(places) == 0.0
-    return latest_excluded_horizon(windows, longest, target, whole=whole, search=search)
 
 
 def _longest_path(places: Places, head: Floats, tail: Floats) -> float:

@@ -254,7 +254,11 @@ def packed_page(
     """Return title and packed document of a page; arguments and errors are those of `to_html`."""
     check_name("layout", layout, LAYOUTS)
     named = named_items(items)
-    counts = _counts(microbatches)
+    if not isinstance(microbatches, Iterable) or isinstance(microbatches, str | bytes | Mapping):
+        raise ArgumentError(
+            f"microbatches must be numbers of micro-batches, such as [4, 16], got {microbatches!r}"
+        )
+    counts = [check_count("microbatches", count) for count in microbatches]
     check_size(named)
     panels = [_panel(name, item, counts) for name, item in named]
     if title is not None:
@@ -285,14 +289,6 @@ def named_items(items: object) -> list[tuple[str, Showable]]:
             )
         named.append((name, item))
     return named
-
-
-def _counts(microbatches: object) -> list[int]:
-    if not isinstance(microbatches, Iterable) or isinstance(microbatches, str | bytes | Mapping):
-        raise ArgumentError(
-            f"microbatches must be numbers of micro-batches, such as [4, 16], got {microbatches!r}"
-        )
-    return [check_count("microbatches", count) for count in microbatches]
 
 
 def item_name(item: object) -> str:
