@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from inspect import Parameter, signature
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
@@ -243,6 +244,11 @@ def takes_settings(settings: type, **defaults: Any) -> Callable[[F], F]:
     return decorate
 
 
+@cache
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
+    return signature(function).parameters
+
+
 @checked
 def as_parallel(
     function: Callable[..., Any],
@@ -250,7 +256,9 @@ def as_parallel(
     settings: Mapping[str, Any],
 ) -> Parallel:
     """Return ``parallel`` with the ``settings`` that a function was given besides."""
-    parameters = signature(function).parameters
+    if isinstance(parallel, Parallel) and not settings:
+        return parallel
+    parameters = _parameters(function)
     for name in settings:
         check_name(f"argument of {function.__name__}", name, parameters)
     if isinstance(parallel, Parallel):
@@ -258,9 +266,8 @@ def as_parallel(
     for name in parallel or ():
         check_name("setting of parallel", name, PARALLEL)
     values = {**(parallel or {}), **settings}
-    for name, parameter in parameters.items():
-        is_needed = name in PARALLEL and parameter.default is Parameter.empty
-        if is_needed and parallel is None and name not in settings:
+    for name in PARALLEL if parallel is None else ():
+        if name not in settings and parameters[name].default is Parameter.empty:
             raise ArgumentError(f"{name} is missing; give it, or parallel=pipesim.Parallel(...)")
     if "routing" in values:
         values["routing"] = as_routing(values["routing"])

@@ -122,20 +122,20 @@ def _checked_call(
     by_position = [x.name for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD]
 
     @functools.cache  # at the first call: modules may import each other while they are loaded
-    def checks() -> dict[str, Callable[[str, Any], Any]]:
+    def checks() -> dict[str, tuple[Callable[[str, Any], Any], Any]]:
         every = {name: x for owner in owners for name, x in checks_of(owner).items()}
-        return {name: x.run for name, x in every.items() if x and name in usual}
+        return {name: (x.run, usual[name]) for name, x in every.items() if x and name in usual}
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        runs, values = checks(), list(args)
+        find, values = checks().get, list(args)
         try:
             for k, (name, value) in enumerate(zip(by_position, args, strict=False)):
-                if name in runs and value is not usual[name]:
-                    values[k] = runs[name](name, value)
+                if (check := find(name)) and value is not check[1]:
+                    values[k] = check[0](name, value)
             for name, value in named.items():
-                if name in runs and value is not usual[name]:
-                    named[name] = runs[name](name, value)
+                if (check := find(name)) and value is not check[1]:
+                    named[name] = check[0](name, value)
         except ArgumentError as wrong:
             if error is ArgumentError:
                 raise
