@@ -7,25 +7,16 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pipeexec.executor.pipeline import Pipeline
 from pipeexec.executor.step_result import StepResult
 from pipeexec.training.batch_source import Batches, BatchSource
 from pipeexec.training.training_run import TrainingRun
 from pipesim.costs.costs import Costs
-from pipesim.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    check_count,
-    check_flag,
-    check_function,
-    check_list,
-)
+from pipesim.errors import ArgumentError, ArgumentTypeError, check_count, check_list
+from pipesim.utils.checks import Count, checked
 from pipesim.utils.files import check_path
-
-#: Value of ``costs`` that measures them at the beginning.
-MEASURE = "measure"
 
 StepHook = Callable[[TrainingRun, StepResult], object]
 EvaluationHook = Callable[[TrainingRun, Mapping[str, float]], object]
@@ -37,48 +28,32 @@ _SCHEDULER, _SCALER = "scheduler", "grad_scaler"
 _RESERVED = ("processes", "pipeline", "path", "keep", _SCHEDULER, _SCALER)
 
 
+@checked
 @dataclass(frozen=True)
 class TrainingOptions:
     """Arguments of `pipeexec.train`, except the pipeline and its batches; checked here."""
 
-    n_steps: int | None = None
-    epochs: int | None = None
+    n_steps: Count | None = None
+    epochs: Count | None = None
     scheduler: Any = None
     evaluation: Batches | None = None
-    evaluate_every: int | None = None
+    evaluate_every: Count | None = None
     directory: Path | str | None = None
-    checkpoint_every: int | None = None
-    keep: int = 3
+    checkpoint_every: Count | None = None
+    keep: Count = 3
     resume: bool = True
-    objects: Mapping[str, Any] | None = None
+    objects: Annotated[Mapping[str, Any], "{'average': averaged_model}"] | None = None
     record: Mapping[str, Any] | None = None
-    costs: Costs | str | None = None
+    costs: Costs | Literal["measure"] | None = None
     timelines: Iterable[int] = ()
-    on_step: StepHook | None = None
-    on_evaluation: EvaluationHook | None = None
-    on_checkpoint: CheckpointHook | None = None
+    on_step: Annotated[StepHook, "on_step(run, result)"] | None = None
+    on_evaluation: Annotated[EvaluationHook, "on_evaluation(run, row)"] | None = None
+    on_checkpoint: Annotated[CheckpointHook, "on_checkpoint(run, path)"] | None = None
     progress: bool | None = None
     check: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("n_steps", "epochs", "evaluate_every", "checkpoint_every"):
-            if (value := getattr(self, name)) is not None:
-                check_count(name, value)
-        check_count("keep", self.keep)
-        check_flag("resume", self.resume)
-        check_flag("check", self.check)
-        if self.progress is not None:
-            check_flag("progress", self.progress)
-        for name in ("on_step", "on_evaluation", "on_checkpoint"):
-            if (hook := getattr(self, name)) is not None:
-                check_function(name, hook, f"{name}(run, ...)")
         self._check_objects()
-        is_text = isinstance(self.costs, str) and self.costs == MEASURE
-        if not (self.costs is None or isinstance(self.costs, Costs) or is_text):
-            raise ArgumentTypeError(
-                f"costs must be pipesim.Costs, {MEASURE!r} or None, got {self.costs!r:.60} "
-                f"({type(self.costs).__name__}); {MEASURE!r} measures them at the beginning"
-            )
         for name, other, what in (
             ("evaluate_every", "evaluation", "batches to evaluate on"),
             ("checkpoint_every", "directory", "a folder to save them in"),
@@ -96,11 +71,6 @@ class TrainingOptions:
 
     def _check_objects(self) -> None:
         """Raise unless the scheduler and all objects can be saved and loaded."""
-        if self.objects is not None and not isinstance(self.objects, Mapping):
-            raise ArgumentTypeError(
-                f"objects must be a mapping, got {self.objects!r:.60} "
-                f"({type(self.objects).__name__}); give for example {{'average': averaged_model}}"
-            )
         methods = ("state_dict", "load_state_dict")
         _check_methods("scheduler", self.scheduler, "step", *methods)
         for name, value in (self.objects or {}).items():

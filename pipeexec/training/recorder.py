@@ -23,7 +23,7 @@ from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.stages.batches import split_batches
 from pipeexec.stages.microbatches import Microbatches
 from pipeexec.training.batch_source import Batches, BatchSource, preserved_random_states
-from pipeexec.training.options import MEASURE, TrainingOptions
+from pipeexec.training.options import TrainingOptions
 from pipeexec.training.training_directory import (
     COSTS,
     PREDICTED,
@@ -142,7 +142,7 @@ class Recorder:
         now = perf_counter()
         if self._options.check and self.run.n_steps == self.run.first_step:
             check_first_batch(pipeline, inputs)
-        if self._costs == MEASURE and self.run.costs is None:
+        if self._costs == "measure" and self.run.costs is None:
             with preserved_random_states():
                 self._predict(profile(pipeline, inputs, targets))
         self._began += perf_counter() - now

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline
@@ -37,7 +37,7 @@ def train(
     resume: bool = True,
     objects: Mapping[str, Any] | None = None,
     record: Mapping[str, Any] | None = None,
-    costs: Costs | str | None = None,
+    costs: Costs | Literal["measure"] | None = None,
     timelines: Iterable[int] = (),
     on_step: StepHook | None = None,
     on_evaluation: EvaluationHook | None = None,

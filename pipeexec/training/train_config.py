@@ -31,7 +31,7 @@ from pipeexec.training.batch_source import (
     read_texts,
     text_files,
 )
-from pipeexec.training.options import MEASURE, EvaluationHook
+from pipeexec.training.options import EvaluationHook
 from pipeexec.training.read_config import Config
 from pipeexec.training.train import train
 from pipeexec.training.training_run import TrainingRun
@@ -88,7 +88,7 @@ def train_config(
             keep=training.keep,
             resume=resume,
             record=config.record(),
-            costs=MEASURE if training.predict else None,
+            costs="measure" if training.predict else None,
             timelines=training.timelines or (),
             on_evaluation=on_evaluation,
             progress=progress,

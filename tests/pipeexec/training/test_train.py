@@ -476,7 +476,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"evaluation": [None]}, "evaluation: a batch is a NoneType"),
     ({"objects": {"scaler": 3}}, r"objects: 'scaler' has no state_dict\(\)"),
     ({"objects": {"path": 3}}, "objects: 'path' is no name"),
-    ({"costs": "measured"}, "costs must be pipesim.Costs, 'measure' or None"),
+    ({"costs": "measured"}, "unknown costs 'measured'; did you mean 'measure'"),
     ({"timelines": [0]}, "a step of timelines must be at least 1"),
     ({"keep": 0}, "keep must be at least 1"),
     ({"on_step": 3}, "on_step must be a function"),
