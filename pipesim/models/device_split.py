@@ -9,7 +9,7 @@ several splits, and then from perturbations of the best one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import comb
 
@@ -248,12 +248,19 @@ def layer_counts(borders: Ints) -> tuple[int, ...]:
 _VAIN = 64
 
 
-class _Simulations:
-    """Seconds of splits, each simulated once, up to a number of simulations."""
+@dataclass
+class SplitSearch:
+    """Local searches over splits, each simulated once, up to ``most`` simulations.
 
-    def __init__(self, problem: SplitProblem, makespan: Callable[[Ints], float], most: int) -> None:
-        self.problem, self.makespan, self.most = problem, makespan, most
-        self.seconds: dict[tuple[int, ...], float] = {}
+    ``makespan`` is infinite for a split that does not fit. The ``width`` most promising moves from
+    a split are tried, or all.
+    """
+
+    problem: SplitProblem
+    makespan: Callable[[Ints], float]
+    most: int
+    width: int | None = None
+    seconds: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @property
     def spent(self) -> bool:
@@ -266,6 +273,7 @@ class _Simulations:
         return len(self.seconds) >= self.most or min(self.seconds.values()) == np.inf
 
     def time(self, borders: Ints) -> float:
+        """Return the seconds of a split."""
         key = tuple(borders.tolist())
         if key not in self.seconds:
             self.seconds[key] = self.makespan(borders)
@@ -288,7 +296,7 @@ class _Simulations:
             excess, busiest, squares, _ = self.problem.keys(table)
             limit = self.time(borders) * (1 - _EXACT)
             order = np.lexsort((squares, busiest.round(12), excess))
-            table = table[order[self.problem.lower_bound(table[order]) < limit]]
+            table = table[order[self.problem.lower_bound(table[order]) < limit]][: self.width]
             faster = (x for x in table if not self.spent and self.time(x) < limit)
             step = next(faster, None)
             if step is None:
@@ -313,7 +321,7 @@ def fastest_borders(
     are tried first.
     """
     random = np.random.default_rng(seed)
-    simulations = _Simulations(problem, makespan, most + len(starts))
+    simulations = SplitSearch(problem, makespan, most + len(starts))
     if n_splits(problem) <= most:
         return simulations.fastest([*starts, *all_borders(problem)])
     best = min(starts, key=simulations.time)

@@ -15,8 +15,10 @@ from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower_replica
+from pipesim.models.device_split import SplitProblem
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import SEARCHED
+from pipesim.models.placed_split import LayerModel, split_problem
 from pipesim.ops import Op
 from pipesim.planning.choice import (
     Evaluation,
@@ -68,6 +70,18 @@ class Evaluator:
         """Return a configuration with its balanced split; None if there are too few layers."""
         sizes = self._split(choice, self.problem.gpus_of_devices(choice))
         return None if sizes is None else with_settings(choice, layers_per_stage=sizes)
+
+    def split_problem(self, choice: PlanChoice) -> SplitProblem:
+        """Return the problem of splitting the layers of a configuration."""
+        problem, model = self.problem, self.problem.model
+        stage_costs = model.costs if isinstance(model, Layers) else self._shard_costs(choice, 0)
+        layers = LayerModel(problem.n_layers, stage_costs, has_ends=not isinstance(model, Layers))
+        splits = split_problem(layers, placement_of(choice))
+        if not problem.cluster.is_mixed:
+            return splits
+        gpus = 0, *problem.gpus_of_devices(choice)
+        first, *seconds = (self._parts(choice, gpu).layer for gpu in gpus)
+        return replace(splits, load=splits.load * np.array(seconds)[:, None] / first)
 
     def costs(self, choice: PlanChoice) -> Costs:
         """Return the costs of a configuration, which `Costs.rebuilt` cannot build again."""

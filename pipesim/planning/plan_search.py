@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from pipesim.errors import ArgumentError, PipeError, check_function, check_list
+from pipesim.models.device_split import Ints, SplitSearch, layer_counts
 from pipesim.planning.choice import Evaluation, PlanChoice, invalid
 from pipesim.planning.plan_bounds import Bounds
 from pipesim.planning.plan_evaluator import Evaluator
@@ -265,8 +266,8 @@ def keeps(filters: Filters, choice: PlanChoice) -> bool:
 
 # Refine the best configurations: splits by simulation, and orders for their costs.
 
-#: Configurations that are refined, and most simulations for each.
-_BEST, _SIMULATIONS = 3, 60
+#: Configurations that are refined; most simulations for each, and most moves from a split.
+_BEST, _SIMULATIONS, _WIDTH = 3, 61, 24
 #: Least gain of a step by a change, as a share of the step; below are ties.
 _LEAST_GAIN = 1e-3
 
@@ -276,8 +277,8 @@ def refined(
 ) -> list[Evaluation]:
     """Return new evaluations that are better than those of the best configurations.
 
-    Layers move one by one to another stage as long as the simulated step takes less time. A
-    schedule that can order its tasks for costs does so.
+    Layers move to other stages as long as the simulated step takes less time. A schedule that can
+    order its tasks for costs does so.
     """
     better = []
     for row in ranked[:_BEST]:
@@ -292,35 +293,18 @@ def refined(
 def _moved(
     evaluator: Evaluator, best: Evaluation, keeps: Callable[[PlanChoice], bool]
 ) -> Evaluation:
-    """Return the best evaluation that moves of single layers reach."""
-    left, improves = _SIMULATIONS, True
-    while improves:
-        improves = False
-        for sizes in _moves(best.choice.layers_per_stage, evaluator.problem.least_at_ends):
-            if left == 0:
-                return best
-            left -= 1
-            choice = replace(best.choice, layers_per_stage=sizes)
-            shorter = _shorter(evaluator, best, choice, keeps)
-            if shorter is not best:
-                best, improves = shorter, True
-                break
+    """Return the best evaluation that a local search over splits reaches."""
+
+    def step(borders: Ints) -> float:
+        nonlocal best
+        choice = replace(best.choice, layers_per_stage=layer_counts(borders))
+        if choice != best.choice:
+            best = _shorter(evaluator, best, choice, keeps)
+        return best.step if choice == best.choice else np.inf
+
+    search = SplitSearch(evaluator.split_problem(best.choice), step, _SIMULATIONS, _WIDTH)
+    search.local_optimum(np.cumsum([0, *best.choice.layers_per_stage]))
     return best
-
-
-def _moves(sizes: tuple[int, ...], least_at_ends: int) -> Iterator[tuple[int, ...]]:
-    """Yield splits in which one layer is on another stage; from the largest stages first."""
-    last = len(sizes) - 1
-    order = sorted(range(len(sizes)), key=lambda stage: -sizes[stage])
-    for source in order:
-        if sizes[source] <= (least_at_ends if source in (0, last) else 1):
-            continue
-        for target in reversed(order):
-            if sizes[target] <= sizes[source] and target != source:
-                moved = list(sizes)
-                moved[source] -= 1
-                moved[target] += 1
-                yield tuple(moved)
 
 
 def _shorter(

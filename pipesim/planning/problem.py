@@ -65,11 +65,6 @@ class PlanProblem:
         """Number of layers."""
         return self.model.n_layers if isinstance(self.model, Transformer) else len(self.model)
 
-    @property
-    def least_at_ends(self) -> int:
-        """Fewest layers of the first and of the last of several stages."""
-        return 0 if isinstance(self.model, Transformer) else 1
-
     def costs(self, choice: PlanChoice) -> Costs:
         """Return the costs of the stages of a choice, each of the GPU of its device."""
         return self.joined_costs(choice, lambda kind: self._costs_on(choice, kind))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from functools import cache
@@ -17,7 +16,7 @@ import pipesim as ps
 from pipesim.errors import ArgumentError
 from pipesim.planning.choice import Evaluation, PlanChoice
 from pipesim.planning.plan_evaluator import DeviceSeconds, Evaluator, uniform_split
-from pipesim.planning.plan_search import PlanSearch, _moves, evaluate
+from pipesim.planning.plan_search import PlanSearch, evaluate
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import SearchSpace
 
@@ -355,21 +354,20 @@ def test_chunks_of_a_device_share_its_layers() -> None:
     assert uniform_split([0, 1, 1, 0], [embedding] * 2, 10) == (1, 3, 3, 3)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (0, 3, 1), (1, 1), (4, 2, 2, 1)])
-@pytest.mark.parametrize("least_at_ends", [0, 1])
-def test_moves_of_single_layers(sizes: tuple[int, ...], least_at_ends: int) -> None:
-    """All moves to a stage that is no larger; a stage in the middle keeps a layer."""
-    expected, last = set(), len(sizes) - 1
-    for source, target in itertools.permutations(range(len(sizes)), 2):
-        keeps = least_at_ends if source in (0, last) else 1
-        if sizes[source] > keeps and sizes[target] <= sizes[source]:
-            moved = list(sizes)
-            moved[source] -= 1
-            moved[target] += 1
-            expected.add(tuple(moved))
-    moves = list(_moves(sizes, least_at_ends))
-    assert len(moves) == len(set(moves))
-    assert set(moves) == expected
+def test_slow_gpus_count_more_in_searched_splits() -> None:
+    """Stages in the middle of a mixed pipeline load their GPUs by the seconds of a layer there."""
+    problem = problem_of("mixed", "stage_major")
+    evaluator = Evaluator(problem)
+    choice, gpus = next(
+        (x, gpus) for x in choices("mixed")
+        if x.schedule == "1f1b" and len(set(gpus := problem.gpus_of_devices(x)[1:-1])) == 2
+    )  # fmt: skip
+    splits = evaluator.split_problem(choice)
+    loads = splits.loads(np.cumsum([0, *choice.layers_per_stage])[None])[0, 1:-1]
+    seconds = np.array([evaluator._parts(choice, gpu).layer for gpu in (0, *gpus)])
+    layers = np.array(choice.layers_per_stage[1:-1])
+    assert loads == pytest.approx(splits.sums[0, 1] * layers * seconds[1:] / seconds[0])
+    assert len(set(seconds)) == 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), max_size=12))
