@@ -28,7 +28,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed", "pytest", "hypothesis", "pandas",
      "matplotlib.figure", "pipeexec.cli", "pipeexec.executor.pipeline", "pipeexec.cli.launch",
-     "pipeexec.cli.measured_steps", "pipeexec.validation", "before_forks"]
+     "pipeexec.cli.measured_steps", "pipeexec.validation", "ipykernel.kernelapp", "before_forks"]
 )  # fmt: skip
 
 

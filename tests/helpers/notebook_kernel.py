@@ -2,7 +2,8 @@
 
 ``notebook_kernel.py FOLDER ...`` runs in a folder; what follows are the options of ipykernel.
 Scripts that the notebook starts as ranks are forked too. Calibrations time few messages. Figures
-are laid out, which raises what drawing would raise, and shown as one pixel: pixels take longest.
+are laid out once, when they are shown, which raises what drawing would raise. They are shown as one
+pixel: pixels take longest.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from few_messages import few_messages
 from forked import fork_scripts
 from IPython.core import pylabtools
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 
 def _pixel() -> str:
@@ -30,6 +32,8 @@ def _pixel() -> str:
 
 def _laid_out(figure: Figure, *_: Any, **__: Any) -> str:
     """Lay out a figure that a cell shows; return its image."""
+    if isinstance(engine := figure.get_layout_engine(), ConstrainedLayoutEngine):
+        _LAY_OUT(engine, figure)
     figure.draw_without_rendering()
     return _PIXEL
 
@@ -41,5 +45,7 @@ if __name__ == "__main__":
     os.chdir(sys.argv.pop(1))
     _PIXEL = _pixel()
     pylabtools.print_figure = _laid_out
+    _LAY_OUT = ConstrainedLayoutEngine.execute
+    ConstrainedLayoutEngine.execute = lambda *_: None  # each legend lays out all panels of a figure
     mpl.rcParams["backend"] = "module://matplotlib_inline.backend_inline"  # figures go into cells
     runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)

@@ -160,7 +160,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "slice by a tensor": lambda m: len([1] * 9 + [2] * 9) - len(([1] * 18)[: m.sum()]),
     "format": lambda m: float(f"{m.sum():d}"),
     "str": lambda m: str(m).count("True"),
-    "storage": lambda m: sum(m.long().untyped_storage().tolist()),
+    "storage": lambda m: sum(m.untyped_storage().tolist()),
     "copy to numpy by hand": lambda m: int(np.array([int(v) for v in m.flatten()]).sum()),
     "key of a dict": lambda m: {0: 1.0, 1: 3.0}[int(m[0, 2])],
     "any": lambda m: 1 if (m.sum(1) > 4).any() else 3,

@@ -22,6 +22,10 @@ SETTINGS = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUN
 #: They run as they are with ``FAULTS=all``, and for the pages that ``make docs`` makes of them.
 SMALLER = {
     "01_first_look": {"width=128, sequence=128": "width=32, sequence=32"},
+    "02_schedules": {
+        "n_devices=4, n_microbatches=8": "n_devices=2, n_microbatches=4",
+        "(4, 8, 12, 16, 24)": "(4, 8)",
+    },
     "03_gpipe_module": {"range(5)": "range(2)"},
     "04_data_parallel": {
         "SAMPLES = 2, 256": "SAMPLES = 2, 64",
@@ -31,11 +35,23 @@ SMALLER = {
     },
     "05_cluster": {"N_STEPS = 128": "N_STEPS = 16"},
     "06_choose_a_configuration": {
-        "BATCH = 64, 256": "BATCH = 64, 64",
+        "BATCH = 64, 256": "BATCH = 64, 32",
+        '(5, {"n_chunks": 5})': '(2, {"n_chunks": 2})',
         "((8, 1), (8, 2), (8, 4), (4, 2), (4, 4), (4, 8), (2, 4), (2, 8))": "((8, 1), (4, 4))",
         "16, 32, n_chunks=8": "16, 16, n_chunks=8",
     },
-    "09_train": {"range(160)": "range(96)", "data[:128]": "data[:80]", "data[128:]": "data[80:]"},
+    "07_plan": {
+        '"global_batch": 128': '"global_batch": 64',
+        '"n_chunks": [1, 2, 5]': '"n_chunks": [1, 2]',
+    },
+    "09_train": {
+        "range(160)": "range(64)",
+        "data[:128]": "data[:48]",
+        "data[128:]": "data[48:]",
+        "n_steps=10": "n_steps=6",
+        "n_steps=20": "n_steps=9",
+        "[15]": "[8]",
+    },
     "11_stragglers": {
         "n_steps=32": "n_steps=2",
         "n_steps=2)": "n_steps=1)",

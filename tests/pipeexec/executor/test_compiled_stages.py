@@ -151,7 +151,7 @@ def logits_loss(output: dict[str, Tensor], targets: Tensor) -> Tensor:
 def test_blocks_of_split_models(way: Any, backend: Backend) -> None:
     """Each block is compiled, in copies of the stage too; the names of the state stay."""
     torch.manual_seed(0)
-    model = Language(3)
+    model = Language(2)
     whole = copy.deepcopy(model)
     stages = px.split(model, 2, sample=WORDS, way=way)
     for stage in stages:
@@ -160,7 +160,7 @@ def test_blocks_of_split_models(way: Any, backend: Backend) -> None:
     graph = lowered("1f1b", 2, 2, n_replicas=2)
     with pipeline(stages, graph, logits_loss, timeout=None) as subject:  # compiles in the step
         result = subject.step(WORDS, WORDS)
-        assert backend.n_runs >= 3 * 2 * 2
+        assert backend.n_runs >= 2 * 2 * 2
         assert set(subject.state_dict()) == set(whole.state_dict())
     loss = logits_loss(whole(WORDS), WORDS)
     loss.backward()
