@@ -212,6 +212,7 @@ def test_graphs_have_no_race(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert [races.conflicts.text(graph, int(row)) for row in wrong] == []
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.one_of(cases(), skipping_cases()))
 def test_edges_are_implied_where_a_path_leads_beside_them(

@@ -156,6 +156,7 @@ def test_of_tasks_on_other_devices() -> None:
         ps.Comparison(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

@@ -399,6 +399,7 @@ def walked(chain: Chain, gaps: Gaps, gap: int) -> tuple[int, list[float]]:
     return n_steps, [seconds[cause] for cause in Cause]
 
 
+@pytest.mark.slow
 def test_a_long_pipeline_by_a_walk() -> None:
     """Jumps along chains of thousands of tasks add up the same seconds as single steps."""
     network = ps.Network(latency=0.125, bandwidth=4)

@@ -78,6 +78,7 @@ def test_by_hand() -> None:
     assert {k: v for k, v in every.items() if v[2]} == got
 
 
+@pytest.mark.slow
 def test_two_changes_where_none_fits() -> None:
     """Half a micro-batch at a time: recompute and micro-batches together."""
     got = table_of(COSTS, ps.schedule("gpipe", 2, 2), 12.5, every=False)
@@ -172,6 +173,7 @@ def test_experts_on_more_gpus(segments: bool) -> None:
     assert (row["makespan"], row["peak_memory"], row["fits"]) == simulated(other, costs(1), limit)
 
 
+@pytest.mark.slow
 def test_schedules_with_other_stages() -> None:
     """The stages of a device share its costs, and one stage has those of all of a device's."""
     costs = replace(stage_costs(), input_grad=(1, 2), weight_grad=(1, 2), backward=None)
@@ -199,6 +201,7 @@ def zbv_graph(costs: ps.Costs) -> ps.TaskGraph:
     return ps.lower(ps.schedule("zbv", 2, 4, costs=costs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [None, 2e-5])
 def test_layers_are_balanced_for_other_stages(step: float | None) -> None:
     """The model's costs are made for the stages of the schedule, if nothing else is in them."""
@@ -217,6 +220,7 @@ def test_layers_are_balanced_for_other_stages(step: float | None) -> None:
         assert got == simulated(ps.lower(other), listed, 1e7), "the text gives it again"
 
 
+@pytest.mark.slow
 def test_what_layers_of_other_stages_cost() -> None:
     """Other splits stay; STEP and launches of stages are shared by a device's stages."""
     placed = MODEL.costs(2, **SIZES, placement=ps.linear(2))
@@ -240,6 +244,7 @@ def test_what_layers_of_other_stages_cost() -> None:
     assert got == pytest.approx(simulated(zbv_graph(chunks), chunks, 1e7)), "launches are of stages"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_replicas", [1, 2])
 def test_advice_where_no_change_fits(n_replicas: int) -> None:
     """Parameters, gradients and optimizer stay, whatever is done with micro-batches."""
@@ -269,6 +274,7 @@ def test_skips_name_stages() -> None:
     assert "schedule='interleaved_1f1b'" not in got
 
 
+@pytest.mark.slow
 def test_changed_costs_stay_changed() -> None:
     """Ratios to what the settings give, and values where these are 0; other fields as they are."""
     base = stage_costs()
@@ -305,6 +311,7 @@ def test_options_of_schedules_stay() -> None:
     assert table_of(costs, order, 9)[key] == simulated(ps.lower(again), half, 9)
 
 
+@pytest.mark.slow
 def test_reductions_stay_as_far_apart() -> None:
     """With twice as many micro-batches, after twice as many of them."""
     costs = replace(COSTS, reduce_grad=9)
@@ -328,6 +335,7 @@ def test_orders_of_your_own() -> None:
         assert not any("n_microbatches" in change for change in got)
 
 
+@pytest.mark.slow
 def test_warning_names_changes_of_small_graphs() -> None:
     """The fastest come first; other schedules are left to the method."""
     with pytest.warns(MemoryLimitWarning) as caught:

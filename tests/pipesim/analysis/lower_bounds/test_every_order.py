@@ -115,6 +115,7 @@ def spans(timeline: ps.Timeline) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_order_is_faster(case: str) -> None:
     """Makespan and span of every order, without a limit and with those that orders need.

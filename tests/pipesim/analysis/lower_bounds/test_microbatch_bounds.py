@@ -53,6 +53,7 @@ def test_memory_counts_with_the_least_bytes() -> None:
     assert ps.lower_bound(ps.linear(3), 3, costs, 5) > ps.lower_bound(ps.linear(3), 3, costs, 9)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_order_goes_below(data: st.DataObject) -> None:
     """Makespans and spans of list schedules in several orders of micro-batches."""
