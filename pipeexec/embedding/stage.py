@@ -15,8 +15,6 @@ from pipeexec.nesting import Arguments
 from pipeexec.stages.activations import ActivationCounter, ActivationMeter
 from pipeexec.stages.module_call import LossCall, WeightVersions
 from pipesim.errors import ArgumentError, ExecutionError, check_type
-from pipesim.graph.graph import TaskGraph
-from pipesim.ops import EXCHANGES, Op
 
 
 class EmbeddingStage(nn.Module):
@@ -129,15 +127,6 @@ def check_keys(modules: Iterable[nn.Module], microbatches: Sequence[Values]) -> 
                 embedding.check(keys)
             except ArgumentError as error:
                 raise ArgumentError(f"stage 0, micro-batch {microbatch}: {error}") from error
-
-
-def exchange_options(graph: TaskGraph) -> dict[str, bool]:
-    """Return the options of `ShardedStage` for a graph."""
-    exchanges = graph.op == Op.ALL_TO_ALL
-    return {
-        "reorders": bool((graph.op == Op.DISPATCH).any()),
-        "accumulates": bool((graph.part[exchanges] == EXCHANGES.index("accumulated")).any()),
-    }
 
 
 class ShardedStage:

@@ -78,7 +78,11 @@ class RemoteParts:
                         for t in (send, int(graph.pair[send])) if t in local_tasks}  # fmt: skip
         # With rendezvous, an early posted receive would tell the sender that the receiver is ready.
         self._next_message = {} if graph.rendezvous else _next_messages(self._routes)
-        self._blocking = _blocking_streams(graph, self._routes)
+        # Streams with messages, except those that only post sends.
+        self._blocking = {
+            int(graph.stream[t]) for t in self._routes
+            if graph.rendezvous or graph.is_op(RECVS)[t] or graph.task(t).stream == "compute"
+        }  # fmt: skip
         self._groups = _process_groups(graph, ranks, processes, parts)
         streams = [(d, name) for name in ("compute", "collective") for d in local_devices]
         self._slots = {x: FIRST_TASK + n for n, x in enumerate(streams[:MOST_STREAMS])}
@@ -223,15 +227,6 @@ def _routes(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, ChannelRoute]:
             op = Op(graph.op[task])
             routes[task] = ChannelRoute(ranks[source], ranks[target], source, target, op)
     return routes
-
-
-def _blocking_streams(graph: TaskGraph, routes: Mapping[int, ChannelRoute]) -> set[int]:
-    """Return the streams with messages, except those that only post sends."""
-    waiting_streams = {
-        int(graph.stream[task]) for task in routes if graph.rendezvous or graph.is_op(RECVS)[task]
-    }
-    compute_streams = {int(graph.stream[t]) for t in routes if graph.task(t).stream == "compute"}
-    return waiting_streams | compute_streams
 
 
 def _next_messages(routes: Mapping[int, ChannelRoute]) -> dict[int, int]:

@@ -17,7 +17,6 @@ from pipeexec.embedding.stage import (
     ShardedStage,
     check_embedding,
     check_keys,
-    exchange_options,
 )
 from pipeexec.executor.op_handlers import convert_collective_errors, task_input
 from pipeexec.executor.placed_model import PlacedModel
@@ -55,8 +54,13 @@ class ShardedEmbeddings(StepPart):
     ) -> Mapping[int, StageLike]:
         """Return the stages that are embeddings."""
         kind = ShardedStage if trains else ForwardShardedStage
+        parts = graph.part[graph.op == Op.ALL_TO_ALL]
+        options = {
+            "reorders": bool((graph.op == Op.DISPATCH).any()),
+            "accumulates": bool((parts == EXCHANGES.index("accumulated")).any()),
+        }
         return {
-            slot: kind(x.module, x.stage, x.counter, **exchange_options(graph))
+            slot: kind(x.module, x.stage, x.counter, **options)
             for slot, x in enumerate(arguments)
             if x.stage in graph.sharded and isinstance(x.module, EmbeddingStage)
         }

@@ -66,8 +66,8 @@ class Sharding(StepPart):
 
     def check(self, graph: TaskGraph, model: PlacedModel) -> None:
         """Raise `ArgumentError` if a graph shares other things than the pipeline, or in buckets."""
-        check_sharding(graph, self.kinds or sharding_of(graph))
         what, sharding = sharding_argument(graph), sharding_of(graph)
+        check_sharding(graph, self.kinds or sharding)
         if what is None:
             return
         ranks = device_ranks(model.devices, 0 if model.processes is None else model.processes.rank)

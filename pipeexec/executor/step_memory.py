@@ -321,19 +321,6 @@ def _n_alive_bytes(storages: _Storages) -> int:
 # devices.
 
 
-def count_activations(
-    runner: StepRunner, inputs: Batch, targets: Any, groups: Sequence[int]
-) -> list[ActivationMeter]:
-    """Count the activations of a step; return a meter for each group of stages.
-
-    ``groups`` has the number of each stage's group.
-    """
-    meters = _activation_meters(runner, inputs, targets, max(groups) + 1)
-    with runner.preserved(), attach_meters(runner.stages, [meters[group] for group in groups]):
-        runner.run(inputs, targets, Step.walk)
-    return meters
-
-
 def count_task_bytes(
     runner: StepRunner, inputs: Batch, targets: Any
 ) -> tuple[ByteCounter, StepResult]:
@@ -467,8 +454,18 @@ class MemoryMethods(ABC):
     def _count_activations(
         self, inputs: Any, targets: Any, groups: Sequence[int]
     ) -> list[ActivationMeter]:
+        """Count the activations of a step; return a meter for each group of stages.
+
+        ``groups`` has the number of each stage's group.
+        """
+        runner = self._runner
         with self._model.locked_open("held_bytes, left_bytes or device_bytes"):
-            return count_activations(self._runner, self._checked(inputs), targets, groups)
+            inputs = self._checked(inputs)
+            meters = _activation_meters(runner, inputs, targets, max(groups) + 1)
+            own = [meters[group] for group in groups]
+            with runner.preserved(), attach_meters(runner.stages, own):
+                runner.run(inputs, targets, Step.walk)
+        return meters
 
     def memory(self, inputs: Any, targets: Any) -> StepMemory:
         """Return the bytes of activations, gradients and gathered parameters over a step.
