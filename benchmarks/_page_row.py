@@ -18,6 +18,7 @@ from _chromium import Tab, TooSlow, tab
 from _page_tools import Perfetto, PipesimPage, Plotly, Seconds, Tool
 
 import pipesim as ps
+from pipesim.simulation import LogNormal
 
 #: Parts of the step in view; the last is given as tasks of a device.
 ZOOMS = {"whole": 1.0, "tenth": 0.1, "hundredth": 0.01, "20 tasks": None}
@@ -147,7 +148,7 @@ def timeline_of(case: PageCase) -> ps.Timeline:
         parameter_bytes=256 << 20,
         network=ps.Network(latency=20e-6, bandwidth=25e9),
     )
-    noise = ps.Noise(task=ps.LogNormal(0.05), seed=0) if case.has_noise else None
+    noise = ps.Noise(task=LogNormal(0.05), seed=0) if case.has_noise else None
     return ps.simulate(graph, costs, noise=noise)
 
 

@@ -129,7 +129,7 @@ def measure(case: SimulatorCase, quick: bool) -> Result:
 
 def measure_noise(case: SimulatorCase, quick: bool) -> Result:
     """Be the process of one row of scenarios."""
-    noise = ps.Noise(task=ps.LogNormal(0.02), seed=0)
+    noise = ps.Noise(task=ps.simulation.LogNormal(0.02), seed=0)
     graph = ps.lower(ps.schedule("1f1b", case.n_devices, case.n_microbatches))
     costs = costs_of(case.network, case.n_devices)
     seconds: list[float] = []

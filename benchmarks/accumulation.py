@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import build_model
+from pipeexec.distributed import Processes
 from pipeexec.stages.activations import ActivationMeter
 from pipesim.errors import PipeWarning
 
@@ -92,7 +93,7 @@ def _predicted(name: str, k: int, costs: ps.Costs) -> float:
     return float(ps.simulate(ps.lower(ps.schedule(name, 1, k)), costs).memory.peak.max())
 
 
-def gradients(processes: px.Processes | None) -> list[str]:
+def gradients(processes: Processes | None) -> list[str]:
     """Return the table of gradients, of replicas in this process or in several."""
     layers, loss, inputs, targets = model()
     size = float(sum(p.nbytes for p in layers.parameters()))

@@ -165,10 +165,10 @@ def straggler_table(ps: Any, price: Any, n: int) -> list[str]:
     p = cluster.N_STAGES
     rows: list[list[str]] = [one_by_one(ps, graph, price, "no noise", [ps.Noise(seed=0)])]
     for x in (0.005, 0.01, 0.02, 0.05):
-        noise = ps.Noise(device=ps.Normal(x), **GPUS)
+        noise = ps.Noise(device=ps.simulation.Normal(x), **GPUS)
         rows.append(noisy(ps, graph, price, f"each GPU its speed, std {x:.1%}", noise, n))
     for x in (0.01, 0.02, 0.05, 0.1):
-        noise = ps.Noise(task=ps.LogNormal(x), **GPUS)
+        noise = ps.Noise(task=ps.simulation.LogNormal(x), **GPUS)
         rows.append(noisy(ps, graph, price, f"each task its time, std {x:.0%}", noise, n))
     for factor in SLOW:
         slow = [ps.Noise(slow_devices={stage: factor}, seed=0) for stage in range(p)]
@@ -178,7 +178,7 @@ def straggler_table(ps: Any, price: Any, n: int) -> list[str]:
         slow = [ps.Noise(slow_links={pair: factor}, seed=0) for pair in pairs]
         rows.append(one_by_one(ps, graph, price, f"one link {factor:.0f} times slower", slow))
     for hours in (100, 10, 1):
-        noise = ps.Noise(failures=ps.Failures(every=3600.0 * hours, pause=1.0), **GPUS)
+        noise = ps.Noise(failures=ps.simulation.Failures(every=3600.0 * hours, pause=1.0), **GPUS)
         rows.append(noisy(ps, graph, price, f"a GPU pauses 1 s every {hours} h", noise, n))
     slow = [ps.Noise(slow_devices={stage: 1.1}, seed=0) for stage in range(p)]
     quiet = ps.simulate(graph, price).makespan
@@ -193,9 +193,9 @@ def replica_table(ps: Any, price: Any, n: int) -> list[str]:
     """Return what the same noise does to 1 to 128 replicas of 16 micro-batches."""
     m = cluster.BATCH // cluster.N_REPLICAS
     noises = {
-        "each GPU its speed, std 1%": ps.Noise(device=ps.Normal(0.01), **GPUS),
-        "each task its time, std 2%": ps.Noise(task=ps.LogNormal(0.02), **GPUS),
-        "a GPU pauses 1 s every 10 h": ps.Noise(failures=ps.Failures(36e3, 1.0), **GPUS),
+        "each GPU its speed, std 1%": ps.Noise(device=ps.simulation.Normal(0.01), **GPUS),
+        "each task its time, std 2%": ps.Noise(task=ps.simulation.LogNormal(0.02), **GPUS),
+        "a GPU pauses 1 s every 10 h": ps.Noise(failures=ps.simulation.Failures(36e3, 1.0), **GPUS),
     }
     graphs = {r: cluster.graph(ps, r, m * r) for r in REPLICAS}
     body = []
@@ -218,7 +218,8 @@ def replica_table(ps: Any, price: Any, n: int) -> list[str]:
 
 def agreement(ps: Any, n: int) -> list[str]:
     """Return how far apart the two networks are, and how fast runs run on either."""
-    graph, noise, lines = cluster.graph(ps), ps.Noise(task=ps.LogNormal(0.02), **GPUS), []
+    graph, lines = cluster.graph(ps), []
+    noise = ps.Noise(task=ps.simulation.LogNormal(0.02), **GPUS)
     makespans = {}
     for kind, what in NETWORKS.items():
         price = cluster.costs(ps, kind)

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.dlrm import KAGGLE
+from pipeexec.distributed import Processes
+from pipeexec.validation import Validation
 from pipesim.errors import PipeWarning
 
 N_RANKS = 2
@@ -36,7 +38,7 @@ SCALE, CLICKS = 1e-2, 512
 Batches = Iterator[tuple[Tensor | tuple[Tensor, ...], Tensor]]
 
 
-def linear(processes: px.Processes, n_steps: int, repeat: int) -> px.Validation:
+def linear(processes: Processes, n_steps: int, repeat: int) -> Validation:
     """Validate the three ways to reduce gradients."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
@@ -69,7 +71,7 @@ def linear(processes: px.Processes, n_steps: int, repeat: int) -> px.Validation:
     )
 
 
-def recommender(processes: px.Processes, n_steps: int, repeat: int) -> px.Validation:
+def recommender(processes: Processes, n_steps: int, repeat: int) -> Validation:
     """Validate a DLRM with sharded tables."""
     torch.manual_seed(0)
     model = KAGGLE.scaled(SCALE)
@@ -102,7 +104,7 @@ def _validated(
     loss: Any,
     batches: Batches,
     **options: Any,
-) -> px.Validation:
+) -> Validation:
     """Validate on one device a process, with SGD."""
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -130,7 +132,7 @@ def run(folder: str, n_steps: int, repeat: int) -> None:
             (Path(folder) / "text").write_text("\n".join(lines))
 
 
-def _table(validation: px.Validation) -> str:
+def _table(validation: Validation) -> str:
     rows = [f"{'':18}{'predicted':>11}{'measured':>10}{'error':>8}{'mean, 95 % interval':>28}"]
     for name, row in validation.table.iterrows():
         interval = f"{row['error_mean']:+.1%} ({row['error_low']:+.1%} to {row['error_high']:+.1%})"

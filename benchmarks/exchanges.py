@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.costs.keys import PLACEMENTS
 from pipesim.ops import EXCHANGES
 
@@ -103,7 +104,7 @@ def batch_of(rank: int) -> tuple[Tensor, Tensor]:
     return keys, targets.double()
 
 
-def embedding(processes: px.Processes, placement: str, unique: bool) -> px.ShardedEmbedding:
+def embedding(processes: Processes, placement: str, unique: bool) -> px.ShardedEmbedding:
     """Return the rows of this rank."""
     counts = KEYS if placement == "frequency" else None
     options = {"placement": placement, "unique": unique, "counts": counts}
@@ -139,7 +140,7 @@ def lookup_error(module: px.ShardedEmbedding, rank: int) -> float:
     return max(float(error.detach().abs().max()) for error in errors)
 
 
-def pipelined(processes: px.Processes, placement: str, unique: bool) -> dict[str, float]:
+def pipelined(processes: Processes, placement: str, unique: bool) -> dict[str, float]:
     """Compare two steps of a pipeline with the unsplit model.
 
     Return the largest difference of rows, as a part of their largest change, and the bytes of

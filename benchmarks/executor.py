@@ -35,6 +35,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.errors import PipeWarning
 from pipesim.ops import SENDS
 
@@ -43,7 +44,7 @@ WARM_UP = 3
 
 
 def make(
-    name: str, n_devices: int, n_microbatches: int, processes: px.Processes | None = None
+    name: str, n_devices: int, n_microbatches: int, processes: Processes | None = None
 ) -> tuple[px.Pipeline, torch.Tensor]:
     """Return a pipeline of empty stages, and a batch."""
     graph = ps.lower(ps.schedule(name, n_devices, n_microbatches), step="none")

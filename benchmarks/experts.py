@@ -46,6 +46,7 @@ import pipesim as ps
 from pipeexec.demo_models.data import text_batch
 from pipeexec.demo_models.gpt import moe_gpt
 from pipeexec.demo_models.registry import cross_entropy
+from pipeexec.distributed import Processes
 from pipesim.ops import Action, Op, Overlapped
 
 N_RANKS, K, LAYERS, SEQUENCE, SAMPLES = 2, 4, 4, 64, 8
@@ -97,7 +98,7 @@ def batch(graph: ps.TaskGraph, rank: int, *, equal: bool = False) -> tuple[Tenso
     return (x.repeat(K, 1), y.repeat(K, 1)) if equal else (x, y)
 
 
-def measure(case: str, n_steps: int, processes: px.Processes) -> dict[str, Any]:
+def measure(case: str, n_steps: int, processes: Processes) -> dict[str, Any]:
     """Return the row of a case; every rank calls this."""
     graph, rank = graph_of(case), processes.rank
     with px.Pipeline(

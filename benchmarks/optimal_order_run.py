@@ -226,9 +226,9 @@ def main() -> None:
     whole = costs.per_stage("forward", 4) + costs.per_stage("backward", 4)
     sizes = ps.balanced_split(whole, N_DEVICES)
     placements = {
-        "looped": (ps.looped(N_DEVICES, 2), costs),
-        "V": (ps.v_shaped(N_DEVICES), costs),
-        "linear": (ps.linear(N_DEVICES), merged(costs, sizes)),
+        "looped": (ps.Placement.looped(N_DEVICES, 2), costs),
+        "V": (ps.Placement.v_shaped(N_DEVICES), costs),
+        "linear": (ps.Placement.linear(N_DEVICES), merged(costs, sizes)),
     }
     pairs = [stages[: sizes[0]], stages[sizes[0] :]]
     modules = {"looped": stages, "V": stages, "linear": [nn.Sequential(*x) for x in pairs]}

@@ -30,6 +30,7 @@ import pandas as pd
 
 import pipesim as ps
 from pipesim.order_search import evaluate, lane_order, order_problem
+from pipesim.planning import OptimizedSchedule
 from pipesim.planning.cp_sat_proof import prove
 from pipesim.planning.first_orders import named_orders
 
@@ -81,11 +82,15 @@ def case(number: int) -> Case:
     if number >= N_RANDOM:
         p, m, split = LARGE[number - N_RANDOM]
         costs = costs_of(random, p, split, even=False, latency=1.0)
-        return Case("linear", ps.linear(p), m, costs, float(p))
+        return Case("linear", ps.Placement.linear(p), m, costs, float(p))
     p, m = int(random.integers(3, 9)), int(random.integers(6, 33))
     split, even = bool(random.integers(2)), bool(random.random() < 0.3)
     kind = str(random.choice(["linear", "looped", "V"], p=[0.7, 0.15, 0.15]))
-    placement = {"linear": ps.linear(p), "looped": ps.looped(p, 2), "V": ps.v_shaped(p)}[kind]
+    placement = {
+        "linear": ps.Placement.linear(p),
+        "looped": ps.Placement.looped(p, 2),
+        "V": ps.Placement.v_shaped(p),
+    }[kind]
     costs = costs_of(random, placement.n_stages, split, even, float(random.integers(0, 3)))
     share = random.choice([0.6, 1.0, 1.0, 1.5])
     chunks = placement.n_stages // p
@@ -119,7 +124,7 @@ def row(number: int, seconds: float, reference: float) -> dict[str, Any]:
     return result
 
 
-def check(order: ps.OptimizedSchedule, costs: ps.Costs, limit: float) -> None:
+def check(order: OptimizedSchedule, costs: ps.Costs, limit: float) -> None:
     """Raise unless an order runs as it claims."""
     ps.verify(order)
     graph = ps.lower(order)

@@ -97,7 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, _chromium.start() as browser:
         for name, item, keys in pictures():
             page, picture = Path(folder) / f"{name}.html", args.out / f"{name}.png"
-            ps.to_html(page, item)
+            ps.plot.to_html(page, item)
             with _chromium.tab(browser, page.as_uri(), ready=ready, limit=60) as (tab, _):
                 tab.page.locator("canvas").first.focus()
                 for key in keys:

@@ -43,6 +43,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import build_model, split
+from pipeexec.distributed import Processes
+from pipeexec.torch_pipelining import torch_schedule_order
 from pipesim.errors import PipeWarning
 
 N_RANKS = 2
@@ -89,7 +91,7 @@ class Runtimes(NamedTuple):
     close: Callable[[], None]
 
 
-def make(kind: ComparedSchedule, options: dict[str, Any], processes: px.Processes) -> Runtimes:
+def make(kind: ComparedSchedule, options: dict[str, Any], processes: Processes) -> Runtimes:
     """Return both runtimes on this rank's stages; they share the modules."""
     rank, n_stages = processes.rank, kind.n_chunks * N_RANKS
     sizes = {key: options[key] for key in ("layers", "width", "sequence")}
@@ -125,7 +127,7 @@ def order_of(kind: ComparedSchedule, n_microbatches: int) -> ps.Schedule:
     if kind.own_order:
         chunks = {} if kind.name == "zbv" else {"n_chunks": kind.n_chunks}
         return ps.schedule(kind.name, N_RANKS, n_microbatches, **chunks)
-    listed = px.torch_schedule_order(
+    listed = torch_schedule_order(
         kind.torch_name, N_RANKS, n_microbatches, kind.n_chunks, executed=True
     )
     return px.from_torch(listed, name=kind.name)

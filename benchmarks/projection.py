@@ -41,6 +41,8 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
+from pipeexec.distributed import Processes
+from pipeexec.projection import Projection
 from pipesim.errors import PipeWarning
 
 N_MICROBATCHES = 8
@@ -128,7 +130,7 @@ def sizes_of(n_layers: int, n_stages: int) -> list[int]:
 
 
 def rounds_of(
-    case: Case, where: str, n_rounds: int, n_steps: int, processes: px.Processes | None
+    case: Case, where: str, n_rounds: int, n_steps: int, processes: Processes | None
 ) -> dict[str, list[list[float]]]:
     """Return measured, projected, busy and profiled makespans, and contention, of each round."""
     torch.manual_seed(0)
@@ -177,7 +179,7 @@ def rounds_of(
 
 def projected(
     case: Case, model: nn.Module, sample: Any, targets: Tensor, where: str, n_busy: int
-) -> px.Projection:
+) -> Projection:
     return px.project(
         model, sample, cluster(where), targets=targets, loss_fn=loss, optimizer=torch.optim.AdamW,
         microbatch_size=case.size, n_busy=n_busy, n_steps=5,

@@ -40,6 +40,7 @@ from scipy import stats
 
 import pipesim as ps
 from pipesim.analysis.replay import replay_costs
+from pipesim.costs import CostTable, TaskCosts
 
 OUT = ROOT / "results" / "benchmarks" / "published_timelines.txt"
 FIGURE = ROOT / "docs" / "gallery" / "comparison" / "plot_eight_gpus.py"
@@ -127,14 +128,14 @@ def makespan(timeline: ps.Timeline, costs: pd.DataFrame) -> float:
     """Return the simulated makespan of a timeline's graph at the costs of its tasks."""
     graph = timeline.graph
     columns = {name: np.zeros(len(graph)) for name in ("launch", "nbytes")}
-    chosen = ps.CostTable(
+    chosen = CostTable(
         duration=costs["duration"].to_numpy(),
         latency=costs["latency"].to_numpy(),
         links=np.arange(len(graph))[:, None],
         share=np.ones(len(graph)),
         **columns,
     )
-    return ps.simulate(graph, ps.TaskCosts.of_tasks(chosen, None, np.zeros(len(graph)))).makespan
+    return ps.simulate(graph, TaskCosts.of_tasks(chosen, None, np.zeros(len(graph)))).makespan
 
 
 def halves(steps: Sequence[ps.Timeline]) -> tuple[Sequence[ps.Timeline], Sequence[ps.Timeline]]:

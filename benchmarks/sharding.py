@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.errors import PipeWarning
 
 N_RANKS, K, WIDTH, SAMPLES = 2, 4, 512, 128
@@ -65,7 +66,7 @@ def lowered(options: dict[str, Any]) -> ps.TaskGraph:
     return ps.lower(schedule, n_replicas=N_RANKS, hosts="per_device", **options)
 
 
-def times(processes: px.Processes, kind: str, n_steps: int, repeat: int) -> list[str]:
+def times(processes: Processes, kind: str, n_steps: int, repeat: int) -> list[str]:
     """Return a row for each graph of one kind: predicted and measured seconds of a step."""
     validation = px.validate(
         stages(),
@@ -88,7 +89,7 @@ def times(processes: px.Processes, kind: str, n_steps: int, repeat: int) -> list
     return rows
 
 
-def memory(processes: px.Processes, kind: str) -> list[str]:
+def memory(processes: Processes, kind: str) -> list[str]:
     """Return a row for each graph of one kind: bytes beyond the static ones, counted and ruled."""
     rows = []
     x, y = next(batches(processes.rank))

@@ -42,6 +42,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.errors import PipeWarning
 
 N_STAGES, N_MICROBATCHES, WIDTH, BATCH = 2, 8, 64, 64
@@ -72,7 +73,7 @@ def run_rank(options: dict[str, Any], n_ranks: int, directory: str) -> None:
     Path(directory, f"{n_ranks}.{os.environ['RANK']}.json").write_text(json.dumps(record))
 
 
-def soak(options: dict[str, Any], processes: px.Processes | None) -> dict[str, Any]:
+def soak(options: dict[str, Any], processes: Processes | None) -> dict[str, Any]:
     """Run all steps; return seconds, CPU seconds, losses, resident bytes and counts."""
     n_steps = options["steps"]
     # Made first: what is noted is no growth.
@@ -116,7 +117,7 @@ def soak(options: dict[str, Any], processes: px.Processes | None) -> dict[str, A
     return record
 
 
-def counts(processes: px.Processes | None) -> ProcessCounts:
+def counts(processes: Processes | None) -> ProcessCounts:
     """Return what this process has now."""
     gc.collect()
     return ProcessCounts(

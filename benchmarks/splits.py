@@ -88,7 +88,7 @@ def search_seconds() -> list[str]:
     """Return lines with the seconds of searches for 128 layers."""
     lines = []
     for n_devices, n_chunks in ((16, 1), (16, 2), (16, 4), (64, 1)):
-        placement = ps.looped(n_devices, n_chunks)
+        placement = ps.Placement.looped(n_devices, n_chunks)
         for weights in WEIGHTS:
             model = layers(weights, 128, np.random.default_rng(0))
             start = time.perf_counter()

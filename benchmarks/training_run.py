@@ -32,7 +32,7 @@ from pathlib import Path
 
 import _machine as machine
 
-import pipeexec as px
+from pipeexec.training import TrainingRun
 from pipesim.plot.paper_figure import save
 
 EXAMPLE = machine.ROOT / "docs" / "examples" / "train_gpt"
@@ -64,7 +64,7 @@ def main() -> None:
         )
         print(lines[-1], flush=True)
     first = options.folder / options.only[0]
-    keep(first, options.out, [*lines, "", px.TrainingRun.load(first).summary()])
+    keep(first, options.out, [*lines, "", TrainingRun.load(first).summary()])
     if any(pair != losses[options.only[0]] for pair in losses.values()):
         sys.exit("losses differ")
 
@@ -115,19 +115,19 @@ class Trainer:
             time.sleep(0.05)
         sys.exit(f"{self.directory.name}: exit status {process.returncode} too early")
 
-    def finish(self, n_processes: int = 1) -> px.TrainingRun:
+    def finish(self, n_processes: int = 1) -> TrainingRun:
         """Run the command to its end."""
         status = self.start(n_processes).wait()
         if status:
             sys.exit(f"{self.directory.name}: exit status {status}")
-        return px.TrainingRun.load(self.directory)
+        return TrainingRun.load(self.directory)
 
 
-def whole(trainer: Trainer) -> px.TrainingRun:
+def whole(trainer: Trainer) -> TrainingRun:
     return trainer.finish()
 
 
-def killed(trainer: Trainer) -> px.TrainingRun:
+def killed(trainer: Trainer) -> TrainingRun:
     process = trainer.start()
     trainer.wait_for_half(process)
     process.kill()
@@ -135,7 +135,7 @@ def killed(trainer: Trainer) -> px.TrainingRun:
     return trainer.finish()
 
 
-def interrupted(trainer: Trainer) -> px.TrainingRun:
+def interrupted(trainer: Trainer) -> TrainingRun:
     process = trainer.start()
     trainer.wait_for_half(process)
     process.send_signal(signal.SIGINT)
@@ -144,7 +144,7 @@ def interrupted(trainer: Trainer) -> px.TrainingRun:
     return trainer.finish()
 
 
-def processes(trainer: Trainer) -> px.TrainingRun:
+def processes(trainer: Trainer) -> TrainingRun:
     launcher = trainer.start(2)
     trainer.wait_for_half(launcher)
     children = subprocess.run(
@@ -159,7 +159,7 @@ def processes(trainer: Trainer) -> px.TrainingRun:
     return trainer.finish(2)
 
 
-RUNS: dict[str, Callable[[Trainer], px.TrainingRun]] = {
+RUNS: dict[str, Callable[[Trainer], TrainingRun]] = {
     "whole": whole, "killed": killed, "interrupted": interrupted, "processes": processes,
 }  # fmt: skip
 
@@ -175,7 +175,7 @@ def keep(directory: Path, out: Path, lines: Sequence[str]) -> None:
         shutil.copy(folder / "overlay.png", out / "overlay.png")
         shutil.copy(folder / "timeline.csv", out / "timeline.csv")
     figure = Figure(figsize=(7.16, 2.6), layout="constrained")
-    px.TrainingRun.load(directory).plot(ax=figure.add_subplot())
+    TrainingRun.load(directory).plot(ax=figure.add_subplot())
     save(figure, out / "loss.png")
     record = json.loads((directory / "training.json").read_text())
     versions, hardware = record["versions"], record["hardware"]

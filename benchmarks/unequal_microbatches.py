@@ -37,6 +37,7 @@ from torch.nn.functional import cross_entropy
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
+from pipeexec.distributed import Processes
 from pipesim.errors import PipeWarning
 
 LENGTHS = (128, 512, 64, 256, 64, 384, 512, 128)
@@ -69,7 +70,7 @@ def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     return total, targets.numel()
 
 
-def validated(n_steps: int, processes: px.Processes | None = None) -> list[list[Any]]:
+def validated(n_steps: int, processes: Processes | None = None) -> list[list[Any]]:
     """Return predicted, averaged and measured seconds of each order."""
     torch.set_num_threads(1)
     torch.manual_seed(0)

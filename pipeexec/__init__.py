@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pipeexec import _needs_torch  # noqa: F401 - first, for its message
+from pipeexec.old_names import EXPORTS
 from pipesim._version import __version__ as __version__
 from pipesim.utils.packages import lazy_names
 
@@ -11,48 +12,34 @@ if TYPE_CHECKING:
     from pipeexec.checkpoints.load import load_checkpoint, read_checkpoint
     from pipeexec.checkpoints.save import save_checkpoint
     from pipeexec.data_parallel.accumulation import GradientAccumulation
-    from pipeexec.data_parallel.learning_rate import scaled_learning_rate
-    from pipeexec.data_parallel.sync_recordings import sync_report
     from pipeexec.data_parallel.sync_watch import watch_sync
-    from pipeexec.devices.gpu_slices import Slice, slices
-    from pipeexec.devices.make_devices import Worker, workers
+    from pipeexec.devices.gpu_slices import slices
+    from pipeexec.devices.make_devices import workers
     from pipeexec.distributed.join import join
-    from pipeexec.distributed.processes import Processes
     from pipeexec.embedding.sharded_embedding import ShardedEmbedding
     from pipeexec.embedding.stage import EmbeddingStage
     from pipeexec.executor.lr_schedulers import LRSchedulers
     from pipeexec.executor.pipeline import Pipeline
-    from pipeexec.executor.step_result import EvaluationResult, StepResult
     from pipeexec.experts.layer import Experts
     from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
     from pipeexec.gpipe.gpipe import GPipe
     from pipeexec.profiling.calibration import measure, profile
-    from pipeexec.profiling.profile import Profile
     from pipeexec.projection.project import project
-    from pipeexec.projection.projection import Projection
     from pipeexec.run_options import RunOptions
     from pipeexec.splitting.split import split
     from pipeexec.splitting.stages import Stages
     from pipeexec.stages.microbatches import Microbatches
     from pipeexec.stages.sequence_slices import KeyValueCache
-    from pipeexec.torch_pipelining.interop import (
-        annotate_torch_pipelining,
-        from_torch,
-        to_torch,
-        torch_schedule_order,
-    )
+    from pipeexec.torch_pipelining.interop import annotate_torch_pipelining, from_torch, to_torch
     from pipeexec.training.train import train
-    from pipeexec.training.training_run import TrainingRun
-    from pipeexec.validation.equivalence import Equivalence, check_equivalent
-    from pipeexec.validation.result import Validation, load_run
+    from pipeexec.validation.equivalence import check_equivalent
+    from pipeexec.validation.result import load_run
     from pipeexec.validation.validate import validate
 else:  # so that the command line answers without loading torch
-    __getattr__, __dir__ = lazy_names(__spec__)
+    __getattr__, __dir__ = lazy_names(__spec__, EXPORTS)
 
 __all__ = [
     "EmbeddingStage",
-    "Equivalence",
-    "EvaluationResult",
     "Experts",
     "GPipe",
     "GradientAccumulation",
@@ -60,17 +47,9 @@ __all__ = [
     "LRSchedulers",
     "Microbatches",
     "Pipeline",
-    "Processes",
-    "Profile",
-    "Projection",
     "RunOptions",
     "ShardedEmbedding",
-    "Slice",
     "Stages",
-    "StepResult",
-    "TrainingRun",
-    "Validation",
-    "Worker",
     "annotate_torch_pipelining",
     "check_equivalent",
     "from_torch",
@@ -85,12 +64,9 @@ __all__ = [
     "project",
     "read_checkpoint",
     "save_checkpoint",
-    "scaled_learning_rate",
     "slices",
     "split",
-    "sync_report",
     "to_torch",
-    "torch_schedule_order",
     "train",
     "validate",
     "watch_sync",

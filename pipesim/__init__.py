@@ -9,21 +9,32 @@ A `Schedule` is lowered to a `TaskGraph`. Simulating the graph with `Costs` give
 33.0
 """
 
+from typing import TYPE_CHECKING
+
+from pipesim import analysis as analysis
 from pipesim import calibration as calibration
+from pipesim import costs as costs
+from pipesim import errors as errors
+from pipesim import graph as graph
+from pipesim import models as models
+from pipesim import network as network
+from pipesim import ops as ops
+from pipesim import planning as planning
+from pipesim import plot as plot
+from pipesim import scheduling as scheduling
+from pipesim import simulation as simulation
+from pipesim import timeline as timeline
 from pipesim import trace
 from pipesim._version import __version__ as __version__
 from pipesim.analysis.audit import audit
-from pipesim.analysis.autograd_orders import AutogradOrders, autograd_orders
+from pipesim.analysis.autograd_orders import autograd_orders
 from pipesim.analysis.compare import Comparison
 from pipesim.analysis.lower_bounds.lower_bound import lower_bound
 from pipesim.analysis.replay import replay
-from pipesim.costs.cost_fields import Workload
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
-from pipesim.costs.layer_split import balanced_split, read_layout, write_layout
-from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.costs.layer_split import balanced_split
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
 from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
@@ -33,99 +44,65 @@ from pipesim.models.layers import Layers
 from pipesim.models.parallel import Parallel
 from pipesim.models.published_models import transformers
 from pipesim.models.routing import Routing
-from pipesim.models.shard import Shard
 from pipesim.models.transformer import Transformer
 from pipesim.network.links import HostLink, Link, Nodes
 from pipesim.network.network import Network
 from pipesim.network.parallel_layout import Layout
-from pipesim.network.routes import Routes
 from pipesim.network.sources import machines
-from pipesim.ops import Action, Op, Overlapped
-from pipesim.planning.choice import PlanChoice
+from pipesim.ops import Action, Op
 from pipesim.planning.cluster import Cluster
-from pipesim.planning.framework_settings import TrainerSettings
 from pipesim.planning.megatron import read_megatron
-from pipesim.planning.optimize import OptimizedSchedule, optimize
+from pipesim.planning.optimize import optimize
 from pipesim.planning.plan import plan
-from pipesim.planning.plans import Plan, Plans
 from pipesim.planning.torchtitan import read_torchtitan
-from pipesim.plot.page.save import to_html
-from pipesim.plot.widget.make_widget import widget
-from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
-from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.registry import ClosedForm, register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulation.distributions import Empirical, Failures, LogNormal, Normal
 from pipesim.simulation.noise import Noise
-from pipesim.simulation.scenarios import Scenarios, simulate_many
+from pipesim.simulation.scenarios import simulate_many
 from pipesim.simulation.simulate import simulate
 from pipesim.sweeps.compare import compare
 from pipesim.sweeps.sweep import sweep
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace import chakra, hta
+from pipesim.utils.packages import lazy_names
 
 from pipesim import named_schedules as named_schedules  # isort: skip  # registers them
-from pipesim import old_names as old_names  # isort: skip
+from pipesim.old_names import EXPORTS  # isort: skip
 
 __all__ = [
     "GPU",
     "Action",
-    "AutogradOrders",
     "ClosedForm",
     "Cluster",
     "Comparison",
-    "CostTable",
     "Costs",
-    "Counts",
-    "Empirical",
-    "Failures",
     "HostLink",
     "Keys",
     "Layers",
     "Layout",
     "Link",
-    "LogNormal",
     "Network",
     "Nodes",
     "Noise",
-    "Normal",
     "Op",
-    "OptimizedSchedule",
-    "Overlapped",
     "Parallel",
     "Placement",
-    "Plan",
-    "PlanChoice",
-    "Plans",
-    "Routes",
     "Routing",
-    "Scenarios",
     "Schedule",
-    "Shard",
-    "Task",
-    "TaskCosts",
     "TaskGraph",
-    "Tasks",
     "Timeline",
-    "TrainerSettings",
     "Transformer",
-    "Workload",
     "audit",
     "autograd_orders",
     "balanced_split",
-    "bidirectional",
-    "chakra",
     "compare",
     "gpus",
-    "hta",
-    "linear",
-    "looped",
     "lower",
     "lower_bound",
     "machines",
     "optimize",
     "order_by",
     "plan",
-    "read_layout",
     "read_megatron",
     "read_torchtitan",
     "register",
@@ -135,12 +112,10 @@ __all__ = [
     "simulate",
     "simulate_many",
     "sweep",
-    "to_html",
     "trace",
     "transformers",
-    "v_shaped",
     "verify",
-    "waves",
-    "widget",
-    "write_layout",
 ]
+
+if not TYPE_CHECKING:  # type checkers know the new places alone
+    __getattr__, __dir__ = lazy_names(__spec__, EXPORTS)

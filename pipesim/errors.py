@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -215,9 +216,18 @@ def check_type(name: str, value: object, kind: type[T], advice: str = "") -> T:
     """
     if isinstance(value, kind):
         return value
-    package = kind.__module__.partition(".")[0]
-    wanted = kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
-    raise wrong_type(name, f"a {wanted}", value, f"; {advice}" if advice else "")
+    raise wrong_type(name, f"a {public_name(kind)}", value, f"; {advice}" if advice else "")
+
+
+def public_name(kind: type) -> str:
+    """Return a class with the package, or the room of ours, that users import it from."""
+    package, *rooms = kind.__module__.split(".")
+    if package == "builtins":
+        return kind.__name__
+    is_ours = package in ("pipesim", "pipeexec")
+    if is_ours and kind.__name__ not in sys.modules[package].__all__:
+        package = ".".join([package, *rooms[:1]])
+    return f"{package}.{kind.__name__}"
 
 
 def wrong_type(name: str, wanted: str, value: object, advice: str = "") -> ArgumentTypeError:

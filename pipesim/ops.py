@@ -177,7 +177,7 @@ class Action(NamedTuple):
     See Also
     --------
     pipesim.Op : The operations.
-    pipesim.Overlapped : Two actions that run as one.
+    pipesim.scheduling.Overlapped : Two actions that run as one.
     pipesim.Schedule.from_orders : Make a schedule from actions.
 
     Examples
@@ -337,7 +337,8 @@ class Overlapped(NamedTuple):
     Examples
     --------
     >>> import pipesim as ps
-    >>> str(ps.Overlapped(ps.Action(0, ps.Op.F, 4), ps.Action(7, ps.Op.B, 1)))
+    >>> from pipesim.scheduling import Overlapped
+    >>> str(Overlapped(ps.Action(0, ps.Op.F, 4), ps.Action(7, ps.Op.B, 1)))
     '(0F4;7B1)OVERLAP_F_B'
     """
 

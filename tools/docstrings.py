@@ -4,8 +4,8 @@
 that begin with a prefix, such as ``px.`` or ``ps.Timeline``; of all names by default. Exits with 1
 if there is any. With ``--count`` it prints the number of names that lack each part.
 
-Public names are those of ``pipesim.__all__``, ``pipeexec.__all__`` and the modules among them, and
-the public methods and properties of their classes. A property needs a summary alone. Any other
+Public names are those of ``__all__`` of both packages and of their rooms, and the public methods
+and properties of their classes. A property needs a summary alone. Any other
 name needs a description of each parameter and of its result. Other sections are not owed.
 """
 
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
+import importlib
 import inspect
+import pkgutil
 import sys
 import types
 import warnings
@@ -33,15 +35,29 @@ PACKAGES = {"ps": pipesim, "px": pipeexec}
 ROOTS = tuple(package.__name__ for package in PACKAGES.values())
 #: Parts of a docstring, in the order of reports.
 PARTS = ("summary", "Parameters", "Returns")
+#: Rooms of the commands, and of parts of searches.
+INNER = ("cli", "order_search")
+
+
+def exported() -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the object of each name that a package or a room exports, once."""
+    for short, package in PACKAGES.items():
+        yield from ((f"{short}.{name}", getattr(package, name)) for name in sorted(package.__all__))
+        for info in pkgutil.iter_modules(package.__path__):
+            if info.name[0] != "_" and info.name not in INNER:
+                room = importlib.import_module(f"{package.__name__}.{info.name}")
+                for name in sorted({*getattr(room, "__all__", ())} - {*package.__all__}):
+                    yield f"{short}.{info.name}.{name}", getattr(room, name)
+
+
 #: Names of public classes; a member that another class inherits from one is reported once.
-PUBLIC = frozenset(name for package in PACKAGES.values() for name in package.__all__)
+PUBLIC = frozenset(name.rpartition(".")[2] for name, _ in exported())
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the object of each public name."""
-    for short, package in PACKAGES.items():
-        for name in sorted(package.__all__):
-            yield from _with_members(f"{short}.{name}", getattr(package, name))
+    """Yield the dotted name and the object of each public name, with those of methods."""
+    for name, value in exported():
+        yield from _with_members(name, value)
 
 
 def _with_members(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,7 @@ from pipeexec.demo_models.layer_costs import LayerCosts, layer_costs
 from pipeexec.demo_models.registry import cross_entropy, split
 from pipeexec.devices.device import DeviceLike
 from pipeexec.executor.step_capture import Recorder
+from pipeexec.validation import Validation
 from pipesim.ops import COMPUTE, SENDS
 
 #: Schedules that place the same stages on the same devices, and so share costs: name and options.
@@ -123,7 +124,7 @@ class Bench:
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
 
-    def keep(self, validation: px.Validation, name: str, **record: Any) -> None:
+    def keep(self, validation: Validation, name: str, **record: Any) -> None:
         """Write the run directory of a validation; figures are drawn elsewhere, from these."""
         self.out.mkdir(parents=True, exist_ok=True)
         validation.save(self.out / name, record=record, figures=False)

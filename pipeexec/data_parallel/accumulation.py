@@ -74,7 +74,7 @@ class GradientAccumulation:
     --------
     pipeexec.Pipeline.step : Its ``accumulate`` adds up gradients of a pipeline's steps.
     pipeexec.watch_sync : Find useless reductions of gradients in a loop.
-    pipeexec.scaled_learning_rate : Learning rate of a larger batch.
+    pipeexec.data_parallel.scaled_learning_rate : Learning rate of a larger batch.
 
     Examples
     --------

@@ -61,10 +61,10 @@ def scaled_learning_rate(
 
     Examples
     --------
-    >>> import pipeexec as px
-    >>> px.scaled_learning_rate(0.1, 4096, 256, rule="linear")
+    >>> from pipeexec.data_parallel import scaled_learning_rate
+    >>> scaled_learning_rate(0.1, 4096, 256, rule="linear")
     1.6
-    >>> px.scaled_learning_rate(1e-3, 4096, 256, rule="sqrt")
+    >>> scaled_learning_rate(1e-3, 4096, 256, rule="sqrt")
     0.004
     """
     try:

@@ -80,9 +80,10 @@ def sync_report(source: str | Path | Timeline) -> SyncReport:
     --------
     Four micro-batches reduce gradients each, where one reduction a step would do:
 
-    >>> import pipeexec as px, pipesim as ps
+    >>> import pipesim as ps
+    >>> from pipeexec.data_parallel import sync_report
     >>> graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync="every")
-    >>> report = px.sync_report(ps.simulate(graph, ps.Costs(forward=1e-3, backward=2e-3)))
+    >>> report = sync_report(ps.simulate(graph, ps.Costs(forward=1e-3, backward=2e-3)))
     >>> report.n_calls, [(finding.kind, finding.n_calls) for finding in report.findings]
     (16, [('added_to', 3), ('added_to', 3)])
     """

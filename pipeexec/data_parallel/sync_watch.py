@@ -100,7 +100,7 @@ def watch_sync(
 
     See Also
     --------
-    pipeexec.sync_report : The same for a recorded trace or a timeline.
+    pipeexec.data_parallel.sync_report : The same for a recorded trace or a timeline.
     pipeexec.GradientAccumulation : Accumulation without useless reductions.
 
     Examples

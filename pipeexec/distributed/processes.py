@@ -65,9 +65,9 @@ class Processes(ControlMessages):
     Examples
     --------
     >>> import torch.distributed as dist
-    >>> import pipeexec as px
+    >>> from pipeexec.distributed import Processes
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> with px.Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
+    >>> with Processes(dist.HashStore(), rank=0, n_ranks=1) as processes:
     ...     processes.rank, processes.n_ranks, processes.total([1.5])
     (0, 1, [1.5])
     >>> dist.destroy_process_group()

@@ -144,8 +144,8 @@ def _process_group(group: object) -> dist.ProcessGroup | None:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentTypeError(
-            "process_group must be a torch.distributed.ProcessGroup, pipeexec.Processes or None, "
-            f"got {type(group).__name__}"
+            "process_group must be a torch.distributed.ProcessGroup, "
+            f"pipeexec.distributed.Processes or None, got {type(group).__name__}"
         )
     return group
 

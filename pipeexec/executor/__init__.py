@@ -1,6 +1,6 @@
 """`Pipeline`: run a task graph on devices, step by step."""
 
 from pipeexec.executor.pipeline import Pipeline
-from pipeexec.executor.step_result import StepResult
+from pipeexec.executor.step_result import EvaluationResult, StepResult
 
-__all__ = ["Pipeline", "StepResult"]
+__all__ = ["EvaluationResult", "Pipeline", "StepResult"]

@@ -25,7 +25,7 @@ from pipesim.errors import (
 )
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
-from pipesim.scheduling.placement import linear
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 
 _OwnDevice = CpuDevice | CudaDevice
@@ -100,7 +100,7 @@ def check_order(order: Schedule | None, n_partitions: int) -> None:
     if order is None:
         return
     check_type("backward_order", order, Schedule)
-    if order.placement != linear(n_partitions):
+    if order.placement != Placement.linear(n_partitions):
         raise ArgumentError(
             f"backward_order is a schedule of {order.n_stages} stages on {order.n_devices} "
             f"devices, but there are {n_partitions} partitions; give a schedule of one "

@@ -46,7 +46,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.ops import Action, Op
 from pipesim.scheduling.autograd_engine import newest_first
-from pipesim.scheduling.placement import linear
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 
@@ -373,7 +373,7 @@ def forward_backward_graph(
             [Action(j, Op.F, i) for i in range(m)] + [Action(j, op, i) for op, i in order]
             for j, order in enumerate(backward)
         ],
-        placement=linear(len(backward)),
+        placement=Placement.linear(len(backward)),
         name="gpipe",
     )
     return lower(

@@ -203,7 +203,7 @@ def load_profile(
 
 
 def host_shares(profile: object) -> dict[str, Any]:
-    """Return the shares of the host's time in a `pipeexec.Profile`, for the record of a run."""
+    """Return the shares of the host's time in a `Profile`, for the record of a run."""
     shares = {name: getattr(profile, name) for name in _SHARES}
     return {name: share for name, share in shares.items() if math.isfinite(share)}
 

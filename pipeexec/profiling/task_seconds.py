@@ -232,7 +232,7 @@ _FULL_BACKWARD = {Op.I: Op.B, Op.W: Op.B}
 
 
 class HostTimed(Protocol):
-    """Host times of a step; `pipeexec.StepResult` has them."""
+    """Host times of a step; `pipeexec.executor.StepResult` has them."""
 
     @property
     def timeline(self) -> Timeline:

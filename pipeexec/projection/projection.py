@@ -397,7 +397,7 @@ class Projection:
         if not isinstance(values, Mapping):
             raise RunDirectoryError(
                 f"{path} holds no projection; write one with Projection.save, and read other runs "
-                "with pipeexec.load_run or pipeexec.Profile.load"
+                "with pipeexec.load_run or pipeexec.profiling.Profile.load"
             )
         try:
             joint = pd.read_csv(listed_file(path, record, _JOINT), header=None)

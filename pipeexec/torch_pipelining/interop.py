@@ -160,7 +160,7 @@ def from_torch(
     See Also
     --------
     pipeexec.to_torch : The other way round.
-    pipeexec.torch_schedule_order : Order of a class of torch.
+    pipeexec.torch_pipelining.torch_schedule_order : Order of a class of torch.
 
     Examples
     --------
@@ -220,7 +220,8 @@ def torch_schedule_order(
     Examples
     --------
     >>> import pipeexec as px
-    >>> order = px.torch_schedule_order("1F1B", 2, 3, executed=True)
+    >>> from pipeexec.torch_pipelining import torch_schedule_order
+    >>> order = torch_schedule_order("1F1B", 2, 3, executed=True)
     >>> print(px.from_torch(order).grid())
     device 0 | 0F0 0F1 0B0 0F2 0B1 0B2
     device 1 | 1F0 1B0 1F1 1B1 1F2 1B2

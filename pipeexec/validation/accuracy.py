@@ -122,7 +122,7 @@ _Key = tuple[str, int]
 
 
 class MeasuredStep(HostTimed, Protocol):
-    """Results of a measured step that comparisons use; `pipeexec.StepResult` has them."""
+    """Results of a measured step that comparisons use; `pipeexec.executor.StepResult` has them."""
 
     @property
     def loss(self) -> Tensor:

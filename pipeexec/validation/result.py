@@ -259,8 +259,7 @@ def load_run(path: Path | str) -> Validation:
     Parameters
     ----------
     path
-        Run directory that `pipeexec.Validation.save` or the command ``pipeexec validate`` has
-        written.
+        Run directory that `Validation.save` or the command ``pipeexec validate`` has written.
 
     Returns
     -------

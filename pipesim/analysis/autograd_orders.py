@@ -18,7 +18,7 @@ from pipesim.lowering.lower import lower
 from pipesim.lowering.recomputes import Recompute
 from pipesim.ops import Action, Op
 from pipesim.scheduling.autograd_engine import engine_order
-from pipesim.scheduling.placement import linear
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
@@ -281,7 +281,7 @@ def _schedule(orders: Sequence[_Steps], m: int, n_recomputed: int) -> Schedule:
 
     return Schedule.from_orders(
         [list(actions(stage, steps)) for stage, steps in enumerate(orders)],
-        placement=linear(len(orders)),
+        placement=Placement.linear(len(orders)),
         n_microbatches=m,
         name="gpipe",
     )

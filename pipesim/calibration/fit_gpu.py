@@ -130,6 +130,11 @@ class Calibration:
         gpus_per_device
             GPUs that act as one device, such as a tensor-parallel group. A network that was given
             with groups of GPUs keeps them.
+
+        Returns
+        -------
+        Network or None
+            Network of devices of so many GPUs.
         """
         return self._start.fitted_network(
             self.network_efficiency, self.network_latency, gpus_per_device
@@ -157,6 +162,18 @@ class Calibration:
         """Draw measured over predicted seconds; see `pipesim.plot.accuracy`.
 
         The title names the GPU, and whether each step was left out of the fit that predicts it.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into. New axes by default.
+        left_out
+            Whether each prediction is of the fit without this step.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            Axes with the plot.
         """
         from pipesim.plot.charts import accuracy
 
@@ -169,6 +186,11 @@ class Calibration:
         """Return plain values for JSON: ``gpu``, factors of the network, ``constants``, ``errors``.
 
         ``GPU(**values["gpu"])`` is the fitted GPU. Arguments ``gpu`` take these values whole, too.
+
+        Returns
+        -------
+        dict
+            Values that JSON has.
         """
         return {
             "gpu": asdict(self.gpu),
@@ -179,7 +201,13 @@ class Calibration:
         }
 
     def save(self, path: Path | str) -> None:
-        """Write `to_dict` as JSON, whole or not at all, with a checksum of the values."""
+        """Write `to_dict` as JSON, whole or not at all, with a checksum of the values.
+
+        Parameters
+        ----------
+        path
+            File to write.
+        """
         path, values = check_path("path", path, "write"), self.to_dict()
         write_text(path, json.dumps({CHECKSUM: checksum(values), **values}, indent=2) + "\n")
 

@@ -60,7 +60,8 @@ class Workload:
     A step has two micro-batches of 3000 tokens, and takes 3 s.
 
     >>> import pipesim as ps
-    >>> workload = ps.Workload(tokens=3000, flops=6 * 7e9 * 3000)
+    >>> from pipesim.costs import Workload
+    >>> workload = Workload(tokens=3000, flops=6 * 7e9 * 3000)
     >>> graph = ps.lower(ps.schedule("1f1b", n_devices=1, n_microbatches=2))
     >>> timeline = ps.simulate(graph, ps.Costs(forward=0.5, backward=1, workload=workload))
     >>> timeline.tokens_per_second
@@ -133,7 +134,7 @@ class Workload:
         """
         if not isinstance(values, Mapping):
             raise CostsError(
-                f"workload must be a pipesim.Workload or a mapping, got {values!r:.60}; "
+                f"workload must be a pipesim.costs.Workload or a mapping, got {values!r:.60}; "
                 'give such as {"tokens": 2048, "flops": 8.6e13}'
             )
         for key in values:

@@ -401,7 +401,7 @@ class Costs(CostFields):
         """Layers of each stage as a layout string of Megatron; None unless of a `Transformer`.
 
         It is a value for ``--pipeline-model-parallel-layout`` of Megatron-LM, and for the
-        ``layers_per_stage`` of `transformer`. `pipesim.read_layout` returns the numbers.
+        ``layers_per_stage`` of `transformer`. `pipesim.costs.read_layout` returns the numbers.
         """
         settings = None if self.work is None else self.work.settings
         sizes = None if settings is None else settings.get("layers_per_stage")
@@ -445,12 +445,12 @@ class Costs(CostFields):
 
         >>> import pipesim as ps
         >>> costs = ps.Costs(forward=(2, 4), backward=(4, 8))
-        >>> costs.in_chunks(ps.v_shaped(2)).forward
+        >>> costs.in_chunks(ps.Placement.v_shaped(2)).forward
         (1.0, 2.0, 2.0, 1.0)
 
         The second half of the model is slower, and has stages 2 and 3:
 
-        >>> costs.in_chunks(ps.v_shaped(2), per="layers").forward
+        >>> costs.in_chunks(ps.Placement.v_shaped(2), per="layers").forward
         (1.0, 1.0, 2.0, 2.0)
         """
         check_type("placement", placement, Placement)

@@ -169,8 +169,8 @@ def read_layout(text: str) -> tuple[int, ...]:
 
     Examples
     --------
-    >>> import pipesim as ps
-    >>> ps.read_layout("Et*2|(tt|)*3,t|L")
+    >>> from pipesim.costs import read_layout
+    >>> read_layout("Et*2|(tt|)*3,t|L")
     (2, 2, 2, 2, 1, 0)
     """
     return layout_stages(text, "text")[0]
@@ -219,8 +219,8 @@ def write_layout(layers_per_stage: Sequence[int]) -> str:
 
     Examples
     --------
-    >>> import pipesim as ps
-    >>> ps.write_layout([2, 2, 2, 2, 1, 0])
+    >>> from pipesim.costs import write_layout
+    >>> write_layout([2, 2, 2, 2, 1, 0])
     'Et*2|(t*2|)*3t|L'
     """
     values = check_list("layers_per_stage", layers_per_stage, "the layers of each stage")

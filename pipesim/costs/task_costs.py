@@ -116,10 +116,11 @@ class TaskCosts:
         The second backward of stage 0 takes a second longer:
 
         >>> import pipesim as ps
+        >>> from pipesim.costs import TaskCosts
         >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
         >>> table = ps.Costs(forward=1, backward=2).of(graph).per_task().table
         >>> table.duration[15] += 1
-        >>> ps.simulate(graph, ps.TaskCosts.of_tasks(table)).makespan
+        >>> ps.simulate(graph, TaskCosts.of_tasks(table)).makespan
         10.0
         """
         check_type("table", table, CostTable)

@@ -191,8 +191,9 @@ class TaskGraph:
         F and B of one stage on one device. Dependencies follow from the operations:
 
         >>> import pipesim as ps
+        >>> from pipesim.graph import Tasks
         >>> columns = {"device": [0, 0], "stage": [0, 0], "microbatch": [0, 0], "stream": [0, 0]}
-        >>> graph = ps.TaskGraph.build(ps.Tasks(op=[ps.Op.F, ps.Op.B], **columns))
+        >>> graph = ps.TaskGraph.build(Tasks(op=[ps.Op.F, ps.Op.B], **columns))
         >>> graph.dependencies[1].tolist()
         [0]
         >>> ps.simulate(graph, ps.Costs(forward=1, backward=2)).makespan

@@ -201,7 +201,8 @@ class Tasks:
     Stream 0 is ``compute``:
 
     >>> import pipesim as ps
-    >>> tasks = ps.Tasks(op=[ps.Op.F, ps.Op.F, ps.Op.B, ps.Op.B], device=[0, 0, 0, 0],
+    >>> from pipesim.graph import Tasks
+    >>> tasks = Tasks(op=[ps.Op.F, ps.Op.F, ps.Op.B, ps.Op.B], device=[0, 0, 0, 0],
     ...                  stage=[0, 0, 0, 0], microbatch=[0, 1, 1, 0], stream=[0, 0, 0, 0])
     >>> len(tasks)
     4
@@ -444,7 +445,7 @@ _OPTIONAL = ("replica", "overlapped", "peer_stage", "part", "group")
 def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | None]:
     """Return tasks, and the collective's number of each task, as columns of 64-bit integers."""
     if not isinstance(tasks, Tasks):
-        raise GraphError(f"a graph is wired from pipesim.Tasks, got {type(tasks).__name__}")
+        raise GraphError(f"a graph is wired from pipesim.graph.Tasks, got {type(tasks).__name__}")
     all_columns = {column.name: getattr(tasks, column.name) for column in fields(Tasks)}
     all_columns["group"] = group
     columns = {

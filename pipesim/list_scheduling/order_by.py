@@ -130,7 +130,7 @@ def order_by(
 
     >>> import pipesim as ps
     >>> uniform = ps.Costs(forward=1, backward=2)
-    >>> schedule = ps.order_by(ps.linear(3), 8, uniform, priority="forward_first",
+    >>> schedule = ps.order_by(ps.Placement.linear(3), 8, uniform, priority="forward_first",
     ...                        in_flight=[3, 2, 1], split_backward=False)
     >>> schedule == ps.schedule("1f1b", 3, 8)
     True

@@ -27,6 +27,8 @@ class Kernel(NamedTuple):
 
     Attributes
     ----------
+    name
+        Name of the kernel.
     flops
         Floating-point operations of matrix products, two per multiply-add. Other operations are
         bound by memory, and count as none.
@@ -34,6 +36,8 @@ class Kernel(NamedTuple):
         Bytes read and written, each tensor once.
     depth
         Size that the matrix products sum over; 0 for other kernels.
+    n_kernels
+        Number of kernels.
     is_attention
         Whether it is a fused attention core.
     share

@@ -235,7 +235,7 @@ class Layers:
         --------
         >>> import pipesim as ps
         >>> layers = ps.Layers({"forward": [1] * 16 + [4], "backward": [2] * 16 + [8]})
-        >>> costs = layers.costs("balanced", placement=ps.v_shaped(4))
+        >>> costs = layers.costs("balanced", placement=ps.Placement.v_shaped(4))
         >>> costs.forward
         (1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0)
         """

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipesim.ops import Op
 from pipesim.scheduling.orders import DeviceOrder
-from pipesim.scheduling.placement import bidirectional
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -79,4 +79,5 @@ def chimera(n_devices: int, n_microbatches: int) -> Schedule:
                 microbatches[[0, 0, 1, 1]].ravel()[order],
             )
 
-    return Schedule.from_columns("chimera", bidirectional(n_devices), n_microbatches, orders())
+    placement = Placement.bidirectional(n_devices)
+    return Schedule.from_columns("chimera", placement, n_microbatches, orders())

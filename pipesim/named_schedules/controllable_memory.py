@@ -39,7 +39,7 @@ from pipesim.named_schedules.costed_orders import (
     shortest_order,
     with_equal_microbatches,
 )
-from pipesim.scheduling.placement import v_shaped
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -94,7 +94,7 @@ def _block_schedule(
     It is squeezed for F, I and W of equal length and, given costs, for these in several ways. The
     order that takes least time is returned.
     """
-    placement = v_shaped(len(block.forward) // 2)
+    placement = Placement.v_shaped(len(block.forward) // 2)
     # Micro-batches of the repeated block that are between F and I.
     in_flight = [-(-(end - start) // _INTERVAL) for start, end in zip(*block, strict=True)]
 

@@ -18,7 +18,7 @@ from pipesim.named_schedules.patterns import (
 )
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.orders import DeviceOrder
-from pipesim.scheduling.placement import bidirectional, v_shaped
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -87,7 +87,8 @@ def dualpipe(n_devices: int, n_microbatches: int) -> Schedule:
             microbatches = path * half + number_microbatches(ops, path)
             yield ops, np.where(path == 0, device, other), microbatches, overlapped
 
-    return Schedule.from_columns("dualpipe", bidirectional(n_devices), n_microbatches, orders())
+    placement = Placement.bidirectional(n_devices)
+    return Schedule.from_columns("dualpipe", placement, n_microbatches, orders())
 
 
 @register(
@@ -128,7 +129,7 @@ def dualpipev(n_devices: int, n_microbatches: int) -> Schedule:
     p, m = n_devices, n_microbatches
     check_schedule("dualpipev", 4 * p * m)
     devices = v_shaped_columns([_phases(i, p, m) for i in range(p)])
-    return Schedule.from_columns("dualpipev", v_shaped(p), m, devices)
+    return Schedule.from_columns("dualpipev", Placement.v_shaped(p), m, devices)
 
 
 def _phases(i: int, p: int, m: int) -> list[Phase]:

@@ -7,7 +7,7 @@ import numpy as np
 from pipesim.errors import check_count, check_name
 from pipesim.ops import Op
 from pipesim.scheduling.autograd_engine import engine_order
-from pipesim.scheduling.placement import linear
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -77,7 +77,7 @@ def gpipe(
     ops = np.repeat([Op.F, Op.B], n_microbatches)
     return Schedule.from_columns(
         "gpipe",
-        linear(n_devices),
+        Placement.linear(n_devices),
         n_microbatches,
         (
             (ops, np.full(len(ops), device), np.concatenate([forward, backward]))
@@ -95,7 +95,7 @@ def _autograd_schedule(n_devices: int, n_microbatches: int) -> Schedule:
     backward = [np.array(actions).T for actions in listed]
     return Schedule.from_columns(
         "gpipe",
-        linear(n_devices),
+        Placement.linear(n_devices),
         n_microbatches,
         (
             (

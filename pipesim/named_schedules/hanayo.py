@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pipesim.errors import check_count
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.placement import waves
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
@@ -68,7 +68,7 @@ def hanayo(n_devices: int, n_microbatches: int, n_waves: int = 1) -> Schedule:
     """
     n_waves = check_count("n_waves", n_waves)
     check_schedule("hanayo", 4 * n_devices * n_microbatches * n_waves)
-    placement = waves(n_devices, n_waves)
+    placement = Placement.waves(n_devices, n_waves)
     stages = np.array([placement.stages_of(device) for device in range(n_devices)], dtype=np.int32)
     shape = n_devices, 2 * stages.shape[1] * n_microbatches
     op = np.empty(shape, dtype=np.int8)

@@ -16,7 +16,7 @@ from pipesim.errors import ArgumentError, check_count
 from pipesim.named_schedules.patterns import alternate, number_microbatches
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.placement import looped
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
@@ -268,7 +268,7 @@ def looped_bfs(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedu
     chunks, microbatches = (np.concatenate([x, x[::-1]]) for x in (chunk, microbatch))
     return Schedule.from_columns(
         "looped_bfs",
-        looped(n_devices, n_chunks),
+        Placement.looped(n_devices, n_chunks),
         n_microbatches,
         ((ops, chunks * n_devices + device, microbatches) for device in range(n_devices)),
     )
@@ -292,7 +292,7 @@ def _build(name: str, p: int, m: int, n_chunks: int, rounds: _Rounds) -> Schedul
     check_schedule(name, (2 if rounds.w_delay is None else 3) * p * n)
     chunk = (np.arange(n) // rounds.size % n_chunks).astype(np.int32)
 
-    placement, device = looped(p, n_chunks), np.arange(p, dtype=np.int32)
+    placement, device = Placement.looped(p, n_chunks), np.arange(p, dtype=np.int32)
     warm_up = np.minimum((n_chunks - 1) * rounds.size + rounds.per_hop * (p - 1 - device), n)
     ops, k = alternate(n, warm_up, rounds.w_delay)
     stages = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k]) * p + device[:, None]

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.placement import linear
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import CSR
 
@@ -65,7 +65,7 @@ def alternating_schedule(
     if split:
         check_schedule(name, 3 * n_devices * n_microbatches)
 
-    placement, devices = linear(n_devices), np.arange(n_devices, dtype=np.int32)
+    placement, devices = Placement.linear(n_devices), np.arange(n_devices, dtype=np.int32)
     delays = warm_up_per_hop * devices
     ops, microbatches = alternate(n_microbatches, delays[::-1], delays if split else None)
     stages = np.broadcast_to(devices[:, None], ops.shape)

@@ -14,7 +14,7 @@ from pipesim.errors import check_count
 from pipesim.named_schedules.patterns import alternate
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.placement import looped
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -142,5 +142,5 @@ def _build(name: str, p: int, m: int, n_slices: int, n_chunks: int) -> Schedule:
     chunk, piece = np.divmod(np.where(is_forward, place, n_chunks * n_slices - 1 - place), n_slices)
     stages = chunk * p + device[:, None]
     columns = zip(ops, stages, sequence * n_slices + piece, strict=True)
-    schedule = Schedule.from_columns(name, looped(p, n_chunks), m, columns)
+    schedule = Schedule.from_columns(name, Placement.looped(p, n_chunks), m, columns)
     return schedule.with_slices(n_slices)

@@ -15,7 +15,7 @@ from pipesim.named_schedules.costed_orders import (
 from pipesim.named_schedules.patterns import Phase, v_shaped_columns
 from pipesim.order_search import lane_order
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.placement import v_shaped
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -82,7 +82,7 @@ def _handmade(p: int, m: int) -> Schedule:
     devices = v_shaped_columns([_phases(i, p, max(m, 2 * p - 1)) for i in range(p)])
     if m < 2 * p - 1:
         devices = [tuple(column[columns[2] < m] for column in columns) for columns in devices]
-    return Schedule.from_columns("zbv", v_shaped(p), m, devices)
+    return Schedule.from_columns("zbv", Placement.v_shaped(p), m, devices)
 
 
 def _phases(i: int, p: int, m: int) -> list[Phase]:

@@ -38,7 +38,7 @@ from pipesim.named_schedules.costed_orders import (
     with_equal_microbatches,
 )
 from pipesim.order_search import LaneOrder, meets
-from pipesim.scheduling.placement import linear
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.caller_warnings import warn_caller
@@ -172,10 +172,10 @@ def _automatic_schedule(
     with np.errstate(over="ignore", invalid="ignore"):  # `make_problem` refuses infinite sums
         limits = factor * p * held if is_free else activation_limit
         if is_free and memory_limit is not None:  # of parameters alone
-            make_problem(linear(p), m, equal_costs, True, None, None, memory_limit)
+            make_problem(Placement.linear(p), m, equal_costs, True, None, None, memory_limit)
             memory_limit = None
-        problem = make_problem(linear(p), m, counted, True, limits, None, memory_limit)
-    times = costed_orders(linear(p), m, counted)
+        problem = make_problem(Placement.linear(p), m, counted, True, limits, None, memory_limit)
+    times = costed_orders(Placement.linear(p), m, counted)
     # The order for F, I and W of equal length, which costs must not make worse.
     places = np.divide(problem.limits, held, out=np.full(p, math.inf), where=held > 0)
     equal = with_equal_lengths(problem)._replace(limits=places)

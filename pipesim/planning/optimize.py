@@ -235,7 +235,7 @@ def optimize(
     --------
     >>> import pipesim as ps
     >>> costs = ps.Costs(forward=(1, 2, 1), backward=(2, 3, 2), activation_bytes=1)
-    >>> schedule = ps.optimize(ps.linear(3), 6, costs, memory_limit=3, progress=False)
+    >>> schedule = ps.optimize(ps.Placement.linear(3), 6, costs, memory_limit=3, progress=False)
     >>> schedule.makespan, schedule.lower_bound, schedule.proved
     (33.0, 33.0, True)
     """

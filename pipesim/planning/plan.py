@@ -192,9 +192,8 @@ def plan(
     share = checked_percentile(percentile)
     check_count("n_best", n_best)
     if noise is not None:
-        check_type(
-            "noise", noise, Noise, "give such as pipesim.Noise(task=pipesim.LogNormal(0.02))"
-        )
+        advice = "give such as pipesim.Noise(task=pipesim.simulation.LogNormal(0.02))"
+        check_type("noise", noise, Noise, advice)
     workers = checked_workers(n_jobs, backend)
     if progress is not None:
         check_flag("progress", progress)

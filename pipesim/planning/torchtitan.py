@@ -22,7 +22,7 @@ from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import PlanChoice, placement_of
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
-from pipesim.scheduling.placement import Layout, looped, v_shaped
+from pipesim.scheduling.placement import Layout, Placement
 from pipesim.utils.files import read_text
 
 # Write.
@@ -155,9 +155,9 @@ def _placement_name(choice: PlanChoice) -> str:
     """
     p, v = choice.pipeline_parallel, choice.n_chunks
     placement = placement_of(choice)
-    if v > 1 and placement == v_shaped(p):
+    if v > 1 and placement == Placement.v_shaped(p):
         return "ZBVZeroBubble"
-    if placement != looped(p, v):
+    if placement != Placement.looped(p, v):
         raise ArgumentError(
             f"torchtitan places stages in loops or in a V; {choice.schedule} of {v} chunks does not"
         )

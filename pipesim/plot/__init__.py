@@ -16,9 +16,11 @@ from pipesim.network.parallel_layout import Layout
 from pipesim.plot.charts import accuracy, bars, idle, memory, plan_front
 from pipesim.plot.dependency_plot import dependencies
 from pipesim.plot.html import comparison_html, graph_html, schedule_html, timeline_html
+from pipesim.plot.page.save import to_html
 from pipesim.plot.paper_figure import ONE_COLUMN, TWO_COLUMNS, figure, paper_style, save
 from pipesim.plot.style import PALETTE
 from pipesim.plot.timelines import comparison, overlay, panels, timeline
+from pipesim.plot.widget.make_widget import widget
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
@@ -45,6 +47,8 @@ __all__ = [
     "schedule_html",
     "timeline",
     "timeline_html",
+    "to_html",
+    "widget",
 ]
 
 add_methods(Timeline, plot="pipesim.plot.accessors:TimelinePlot")

@@ -116,6 +116,11 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     column
         ``"makespan"``, ``"relative"``, ``"bubble_fraction"``, ``"throughput"`` or
         ``"peak_memory"``. An unknown value has no bar and is marked ``n/a``.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Axes with the plot.
     """
     title, format_value = _BAR_COLUMNS[check_name("column", column, _BAR_COLUMNS)]
     if column not in getattr(table, "columns", ()) or not len(table):
@@ -251,6 +256,11 @@ def accuracy(
         Axes to draw into; its scales and limits are set. New axes, a column wide, by default.
     unit, title
         As for `pipesim.plot.timeline`; the unit is that of both axes.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Axes with the plot.
     """
     true, guess = _positive_seconds("measured", measured), _positive_seconds("predicted", predicted)
     if len(true) != len(guess) or not len(true):
@@ -355,6 +365,11 @@ def plan_front(
         Bytes that a device may hold; None for no line.
     ax, unit, title
         As for `pipesim.plot.timeline`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Axes with the plot.
     """
     if not set(_PLAN_COLUMNS) <= set(getattr(table, "columns", ())) or not len(table):
         raise ArgumentError(

@@ -48,6 +48,16 @@ def schedule_html(schedule: Schedule) -> str:
 
     Each action takes one clock cycle. A schedule that cannot run has a column a position instead,
     and a note of the reason.
+
+    Parameters
+    ----------
+    schedule
+        Schedule to show.
+
+    Returns
+    -------
+    str
+        HTML for notebooks.
     """
     columns, problem = _columns(schedule)
     shown = min(int(columns.max(initial=-1)) + 1, MAX_CYCLES)
@@ -101,7 +111,18 @@ def _columns(schedule: Schedule) -> tuple[NDArray[np.int64], str]:
 
 
 def graph_html(graph: TaskGraph) -> str:
-    """Return a table of how many tasks of each operation each device runs."""
+    """Return a table of how many tasks of each operation each device runs.
+
+    Parameters
+    ----------
+    graph
+        Graph to show.
+
+    Returns
+    -------
+    str
+        HTML for notebooks.
+    """
     shown = min(graph.n_devices, MAX_DEVICES // 2)
     counts = np.zeros((len(Op), graph.n_devices), dtype=np.int64)
     np.add.at(counts, (graph.op, graph.device), 1)
@@ -125,7 +146,18 @@ def graph_html(graph: TaskGraph) -> str:
 
 
 def timeline_html(timeline: Timeline) -> str:
-    """Return a timeline as its page in a frame, a picture, and a line of numbers."""
+    """Return a timeline as its page in a frame, a picture, and a line of numbers.
+
+    Parameters
+    ----------
+    timeline
+        Timeline to show.
+
+    Returns
+    -------
+    str
+        HTML for notebooks.
+    """
     line = (
         f"{timeline.name}: makespan {format_time(timeline.makespan)}, bubble "
         f"{timeline.bubble_fraction:.1%}, {timeline.throughput:.4g} micro-batches/s"
@@ -150,7 +182,18 @@ def _known_results_text(timeline: Timeline) -> str:
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Return a comparison as its page in a frame, a picture, and a table of its operations."""
+    """Return a comparison as its page in a frame, a picture, and a table of its operations.
+
+    Parameters
+    ----------
+    comparison
+        Comparison to show.
+
+    Returns
+    -------
+    str
+        HTML for notebooks.
+    """
     rows = [
         [
             f"{op} {LABELS[Op[str(op)]]}",

@@ -49,6 +49,11 @@ def figure(
         Rows of devices; they set the height.
     height
         Height (inches) instead of ``rows``.
+
+    Returns
+    -------
+    tuple
+        The figure, and its axes.
     """
     from pipesim.utils.packages import pyplot as plt
 

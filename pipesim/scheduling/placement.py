@@ -128,7 +128,7 @@ class Placement:
         Examples
         --------
         >>> import pipesim as ps
-        >>> ps.looped(n_devices=2, n_chunks=2).stages_of(1)
+        >>> ps.Placement.looped(n_devices=2, n_chunks=2).stages_of(1)
         (1, 3)
         """
         if check_count("device", device, 0) >= self.n_devices:
@@ -154,142 +154,142 @@ class Placement:
         Examples
         --------
         >>> import pipesim as ps
-        >>> ps.bidirectional(2).path_of(4).tolist()
+        >>> ps.Placement.bidirectional(2).path_of(4).tolist()
         [0, 0, 1, 1]
         """
         check_microbatches(check_count("n_microbatches", n_microbatches))
         return np.arange(n_microbatches) * self.n_paths // n_microbatches
 
+    @staticmethod
+    def linear(n_devices: int) -> Placement:
+        """Place stage ``i`` on device ``i``.
 
-def linear(n_devices: int) -> Placement:
-    """Place stage ``i`` on device ``i``.
+        Parameters
+        ----------
+        n_devices
+            Number of devices, which is that of stages.
 
-    Parameters
-    ----------
-    n_devices
-        Number of devices, which is that of stages.
+        Returns
+        -------
+        Placement
+            One stage a device.
+        """
+        return Placement.looped(n_devices, 1)
 
-    Returns
-    -------
-    Placement
-        One stage a device.
-    """
-    return looped(n_devices, 1)
+    @staticmethod
+    def looped(n_devices: int, n_chunks: int) -> Placement:
+        """Place stage ``s`` on device ``s % n_devices``: ``n_chunks`` stages each.
 
+        Megatron-LM, arXiv 2104.04473.
 
-def looped(n_devices: int, n_chunks: int) -> Placement:
-    """Place stage ``s`` on device ``s % n_devices``: ``n_chunks`` stages each.
+        Parameters
+        ----------
+        n_devices
+            Number of devices.
+        n_chunks
+            Number of stages of each device.
 
-    Megatron-LM, arXiv 2104.04473.
+        Returns
+        -------
+        Placement
+            ``n_devices * n_chunks`` stages.
 
-    Parameters
-    ----------
-    n_devices
-        Number of devices.
-    n_chunks
-        Number of stages of each device.
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Placement.looped(n_devices=2, n_chunks=2).device_of
+        (0, 1, 0, 1)
+        """
+        n_devices = check_count("n_devices", n_devices)
+        n_chunks = check_count("n_chunks", n_chunks)
+        check_stages(n_devices * n_chunks)
+        return _placement(tuple(s % n_devices for s in range(n_devices * n_chunks)))
 
-    Returns
-    -------
-    Placement
-        ``n_devices * n_chunks`` stages.
+    @staticmethod
+    def v_shaped(n_devices: int) -> Placement:
+        """Place two stages a device, down and up again: device 0 holds the first and the last.
 
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> ps.looped(n_devices=2, n_chunks=2).device_of
-    (0, 1, 0, 1)
-    """
-    n_devices = check_count("n_devices", n_devices)
-    n_chunks = check_count("n_chunks", n_chunks)
-    check_stages(n_devices * n_chunks)
-    return _placement(tuple(s % n_devices for s in range(n_devices * n_chunks)))
+        Parameters
+        ----------
+        n_devices
+            Number of devices.
 
+        Returns
+        -------
+        Placement
+            ``2 * n_devices`` stages.
 
-def v_shaped(n_devices: int) -> Placement:
-    """Place two stages a device, down and up again: device 0 holds the first and the last.
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Placement.v_shaped(3).device_of
+        (0, 1, 2, 2, 1, 0)
+        """
+        return Placement.waves(n_devices, 1)
 
-    Parameters
-    ----------
-    n_devices
-        Number of devices.
+    @staticmethod
+    def waves(n_devices: int, n_waves: int) -> Placement:
+        """Place stages down and up the devices ``n_waves`` times: two stages a device each time.
 
-    Returns
-    -------
-    Placement
-        ``2 * n_devices`` stages.
+        Hanayo, arXiv 2308.15762.
 
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> ps.v_shaped(3).device_of
-    (0, 1, 2, 2, 1, 0)
-    """
-    return waves(n_devices, 1)
+        Parameters
+        ----------
+        n_devices
+            Number of devices.
+        n_waves
+            Number of times that stages go down and up.
 
+        Returns
+        -------
+        Placement
+            ``2 * n_devices * n_waves`` stages.
 
-def waves(n_devices: int, n_waves: int) -> Placement:
-    """Place stages down and up the devices ``n_waves`` times; each time has two stages a device.
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Placement.waves(n_devices=2, n_waves=2).device_of
+        (0, 1, 1, 0, 0, 1, 1, 0)
+        """
+        n_devices = check_count("n_devices", n_devices)
+        n_waves = check_count("n_waves", n_waves)
+        check_stages(2 * n_devices * n_waves)
+        down = range(n_devices)
+        return _placement((*down, *reversed(down)) * n_waves)
 
-    Hanayo, arXiv 2308.15762.
+    @staticmethod
+    def bidirectional(n_devices: int) -> Placement:
+        """Place the stages down the devices and a copy of them up (Chimera, arXiv 2107.06925).
 
-    Parameters
-    ----------
-    n_devices
-        Number of devices.
-    n_waves
-        Number of times that stages go down and up.
+        Parameters
+        ----------
+        n_devices
+            Number of devices, which is even.
 
-    Returns
-    -------
-    Placement
-        ``2 * n_devices * n_waves`` stages.
+        Returns
+        -------
+        Placement
+            ``n_devices`` stages on two paths.
 
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> ps.waves(n_devices=2, n_waves=2).device_of
-    (0, 1, 1, 0, 0, 1, 1, 0)
-    """
-    n_devices = check_count("n_devices", n_devices)
-    n_waves = check_count("n_waves", n_waves)
-    check_stages(2 * n_devices * n_waves)
-    down = range(n_devices)
-    return _placement((*down, *reversed(down)) * n_waves)
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Placement.bidirectional(2).paths
+        ((0, 1), (1, 0))
+        """
+        n_devices = check_count("n_devices", n_devices)
+        check_stages(2 * n_devices)
+        down = range(n_devices)
+        if n_devices % 2:
+            raise ArgumentError(
+                f"a bidirectional placement needs an even number of devices, got {n_devices}"
+            )
+        return Placement(down, tuple(reversed(down)))
 
 
 @lru_cache(maxsize=32)
 def _placement(device_of: tuple[int, ...]) -> Placement:
     return Placement(device_of)
-
-
-def bidirectional(n_devices: int) -> Placement:
-    """Place the stages down the devices and a copy of them up (Chimera, arXiv 2107.06925).
-
-    Parameters
-    ----------
-    n_devices
-        Number of devices, which is even.
-
-    Returns
-    -------
-    Placement
-        ``n_devices`` stages on two paths.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> ps.bidirectional(2).paths
-    ((0, 1), (1, 0))
-    """
-    n_devices = check_count("n_devices", n_devices)
-    check_stages(2 * n_devices)
-    down = range(n_devices)
-    if n_devices % 2:
-        raise ArgumentError(
-            f"a bidirectional placement needs an even number of devices, got {n_devices}"
-        )
-    return Placement(down, tuple(reversed(down)))
 
 
 def replica_devices(n_replicas: int, n_devices: int, layout: Layout) -> NDArray[np.int64]:

@@ -22,6 +22,7 @@ from pipesim.errors import (
     check_text,
     check_type,
     number,
+    public_name,
     suggestion,
 )
 from pipesim.ops import Action, Overlapped
@@ -97,8 +98,8 @@ class Counts(NamedTuple):
 
     Examples
     --------
-    >>> import pipesim as ps
-    >>> counts = ps.Counts("an even number of devices", lambda p, m: p % 2 == 0)
+    >>> from pipesim.scheduling import Counts
+    >>> counts = Counts("an even number of devices", lambda p, m: p % 2 == 0)
     >>> counts.allow(4, 8), counts.allow(3, 8)
     (True, False)
     """
@@ -124,7 +125,7 @@ def _check_kind(where: str, value: object, kind: type, function: str) -> None:
     else:
         return
     raise ArgumentError(
-        f'{where} must be a pipesim.{kind.__name__}("...", lambda p, m: ...), got {got}'
+        f'{where} must be a {public_name(kind)}("...", lambda p, m: ...), got {got}'
     )
 
 
@@ -207,7 +208,7 @@ def _placement(placement: PlacementLike, n_devices: int) -> Placement | None:
     if placement is not None and placement.n_devices != n_devices:
         raise ArgumentError(
             f"placement has {placement.n_devices} devices, but the schedule {n_devices}; give a "
-            "function of n_devices, such as placement=pipesim.v_shaped"
+            "function of n_devices, such as placement=pipesim.Placement.v_shaped"
         )
     return placement
 
@@ -282,7 +283,7 @@ def check_built(name: str, built: object, n_devices: int, n_microbatches: int) -
         raise ScheduleError(
             f"schedule {name!r}: asked for {requested}, its function returned one of "
             f"{built.n_devices} devices and {built.n_microbatches} micro-batches; return as many "
-            "as it is called with, or give counts=pipesim.Counts(...) to tell what it takes"
+            "as it is called with, or tell what it takes: counts=pipesim.scheduling.Counts(...)"
         )
     return built
 
@@ -412,8 +413,8 @@ def register(
         Numbers of devices and micro-batches that the schedule takes; by default any.
     placement
         Device of each stage, of a function in the second form: a `Placement`, or a function of
-        ``n_devices`` that returns one, such as ``pipesim.v_shaped``. By default it is inferred
-        from the actions that each device lists.
+        ``n_devices`` that returns one, such as `Placement.v_shaped`. By default it is inferred from
+        the actions that each device lists.
 
     Returns
     -------

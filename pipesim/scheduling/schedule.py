@@ -196,7 +196,7 @@ class Schedule:
 
         >>> import pipesim as ps
         >>> columns = [([ps.Op.F, ps.Op.B], [0, 0], [0, 0])]
-        >>> print(ps.Schedule.from_columns("one", ps.linear(1), 1, columns).grid())
+        >>> print(ps.Schedule.from_columns("one", ps.Placement.linear(1), 1, columns).grid())
         device 0 | 0F0 0B0
         """
         columns = checked_columns(devices)

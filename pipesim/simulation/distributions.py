@@ -54,7 +54,8 @@ class Normal:
     Factors of two devices in scenario 0:
 
     >>> import pipesim as ps
-    >>> ps.Noise(device=ps.Normal(0.1), seed=0).device_factors(2, [0]).round(3)
+    >>> from pipesim.simulation import Normal
+    >>> ps.Noise(device=Normal(0.1), seed=0).device_factors(2, [0]).round(3)
     array([[0.91 , 1.032]])
     """
 
@@ -79,8 +80,8 @@ class Normal:
         Examples
         --------
         >>> import numpy as np
-        >>> import pipesim as ps
-        >>> ps.Normal(0.1).quantile(np.array([0.5, 0.975])).round(3)
+        >>> from pipesim.simulation import Normal
+        >>> Normal(0.1).quantile(np.array([0.5, 0.975])).round(3)
         array([1.   , 1.196])
         """
         return np.maximum(0.0, 1.0 + self.std * _standard_normal(level))
@@ -121,8 +122,8 @@ class LogNormal:
         The median is below the mean of 1: ``exp(-0.1**2 / 2)``.
 
         >>> import numpy as np
-        >>> import pipesim as ps
-        >>> ps.LogNormal(0.1).quantile(np.array([0.5])).round(4)
+        >>> from pipesim.simulation import LogNormal
+        >>> LogNormal(0.1).quantile(np.array([0.5])).round(4)
         array([0.995])
         """
         return np.exp(self.sigma * _standard_normal(level) - self.sigma**2 / 2)
@@ -140,7 +141,8 @@ class Empirical:
     Examples
     --------
     >>> import pipesim as ps
-    >>> noise = ps.Noise(device=ps.Empirical([9, 10, 11]), seed=0)  # measured seconds
+    >>> from pipesim.simulation import Empirical
+    >>> noise = ps.Noise(device=Empirical([9, 10, 11]), seed=0)  # measured seconds
     >>> noise.device_factors(4, [0])
     array([[0.9, 1. , 1. , 1.1]])
     """
@@ -198,7 +200,8 @@ class Failures:
     A failure in 100 s of work, after which the device pauses for 10 s:
 
     >>> import pipesim as ps
-    >>> noise = ps.Noise(failures=ps.Failures(every=100, pause=10), seed=0)
+    >>> from pipesim.simulation import Failures
+    >>> noise = ps.Noise(failures=Failures(every=100, pause=10), seed=0)
     >>> graph, costs = ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(forward=1, backward=2)
     >>> scenarios = ps.simulate_many(graph, costs, noise, n=200, progress=False)
     >>> float(scenarios.makespan.min()), bool(scenarios.makespan.max() > 19)

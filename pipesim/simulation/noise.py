@@ -104,9 +104,10 @@ class Noise:
     A device that takes twice as long delays a step of 9 s.
 
     >>> import pipesim as ps
+    >>> from pipesim.simulation import LogNormal
     >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
     >>> costs = ps.Costs(forward=1, backward=2)
-    >>> noise = ps.Noise(task=ps.LogNormal(0.02), slow_devices={1: 2.0}, seed=0)
+    >>> noise = ps.Noise(task=LogNormal(0.02), slow_devices={1: 2.0}, seed=0)
     >>> round(ps.simulate(graph, costs, noise=noise).makespan)
     15
     """
@@ -318,9 +319,10 @@ class Noise:
         Examples
         --------
         >>> import pipesim as ps
+        >>> from pipesim.simulation import Normal
         >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
         >>> costs = ps.Costs(forward=1, backward=2)
-        >>> noise = ps.Noise(task=ps.Normal(0.1), seed=0)
+        >>> noise = ps.Noise(task=Normal(0.1), seed=0)
         >>> applied = noise.applied(graph, costs.of(graph), scenario=3)
         >>> alone = ps.simulate(graph, costs, noise=noise, scenario=3)
         >>> ps.simulate(graph, applied).makespan == alone.makespan

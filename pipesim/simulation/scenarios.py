@@ -132,8 +132,9 @@ class Scenarios:
         The slowest of 100 scenarios:
 
         >>> import pipesim as ps
+        >>> from pipesim.simulation import Normal
         >>> graph = ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=2))
-        >>> costs, noise = ps.Costs(forward=1, backward=2), ps.Noise(device=ps.Normal(0.1), seed=0)
+        >>> costs, noise = ps.Costs(forward=1, backward=2), ps.Noise(device=Normal(0.1), seed=0)
         >>> many = ps.simulate_many(graph, costs, noise, 100, progress=False)
         >>> slowest = int(many.makespan.argmax())
         >>> bool(many.timeline(slowest).makespan == many.makespan[slowest])
@@ -193,8 +194,9 @@ def simulate_many(
     Examples
     --------
     >>> import pipesim as ps
+    >>> from pipesim.simulation import Normal
     >>> graph, costs = ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(forward=1, backward=2)
-    >>> noise = ps.Noise(task=ps.Normal(0.1), seed=0)
+    >>> noise = ps.Noise(task=Normal(0.1), seed=0)
     >>> scenarios = ps.simulate_many(graph, costs, noise, n=100, progress=False)
     >>> len(scenarios), scenarios.quiet_makespan
     (100, 9.0)

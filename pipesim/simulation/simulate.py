@@ -260,7 +260,7 @@ def checked_noise(noise: object) -> Noise:
     if not isinstance(noise, Noise):
         raise ArgumentError(
             f"noise must be a pipesim.Noise, such as "
-            f"ps.Noise(task=ps.LogNormal(0.02), seed=0), got {noise!r}"
+            f"ps.Noise(task=ps.simulation.LogNormal(0.02), seed=0), got {noise!r}"
         )
     return noise
 

@@ -36,7 +36,7 @@ def compare(
         `Timeline.memory.limit`.
     to_html
         A file to write an interactive page of all timelines to, below each other on one time axis;
-        see `pipesim.to_html`.
+        see `pipesim.plot.to_html`.
 
     Returns
     -------

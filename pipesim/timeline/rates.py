@@ -55,16 +55,17 @@ def mfu(
     Examples
     --------
     >>> import pipesim as ps
+    >>> from pipesim.costs import Workload
     >>> timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), ps.Costs(1, 2))
     >>> timeline.makespan  # 2 micro-batches of 6 FLOPs on 2 GPUs of 1 FLOP/s each
     9.0
-    >>> round(timeline.mfu(ps.Workload(tokens=8, flops=6), peak_flops=1), 3)
+    >>> round(timeline.mfu(Workload(tokens=8, flops=6), peak_flops=1), 3)
     0.667
     """
     if workload is None and timeline.graph.forward_only:
         raise TimelineError(
             f"timeline {timeline.name!r} has no backwards, but the flops of its costs are those of "
-            "forward and backward; give mfu(ps.Workload(tokens=..., flops=...)) of a forward"
+            "forward and backward; give mfu(ps.costs.Workload(tokens=..., flops=...)) of a forward"
         )
     work = _workload(timeline, workload)
     peak: object = work.peak_flops if peak_flops is None else peak_flops
@@ -96,12 +97,14 @@ def mfu(
 
 def _workload(timeline: Timeline, workload: Workload | None) -> Workload:
     if workload is not None:
-        return check_type("workload", workload, Workload, "give ps.Workload(tokens=..., flops=...)")
+        advice = "give ps.costs.Workload(tokens=..., flops=...)"
+        return check_type("workload", workload, Workload, advice)
     work = None if timeline.costs is None else timeline.costs.work
     if work is None:
         raise TimelineError(
             f"timeline {timeline.name!r} has no workload, so that its tokens and FLOPs are "
-            "unknown; give Costs(workload=ps.Workload(tokens=..., flops=...)), or mfu(workload=...)"
+            "unknown; give Costs(workload=ps.costs.Workload(tokens=..., flops=...)), or "
+            "mfu(workload=...)"
         )
     return work
 

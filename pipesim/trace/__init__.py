@@ -1,6 +1,7 @@
 """Chrome traces of timelines, and files of other programs: traces, reports, tables and logs."""
 
 from pipesim.timeline.timeline import Timeline
+from pipesim.trace import chakra, hta
 from pipesim.trace.chrome_export import (
     NEVER,
     Event,
@@ -18,6 +19,8 @@ from pipesim.utils.accessors import add_constructors, add_methods
 __all__ = [
     "NEVER",
     "Event",
+    "chakra",
+    "hta",
     "lanes",
     "load",
     "names",

@@ -446,7 +446,7 @@ def write(path: Path, trace: Event) -> None:
 def timeline_to_chrome(timeline: Timeline, path: Path | str) -> None:
     """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
 
-    That function also takes several timelines. ``pipesim.hta.save`` writes files for
+    That function also takes several timelines. ``pipesim.trace.hta.save`` writes files for
     HolisticTraceAnalysis. `from_chrome` reads the file back exactly.
 
     Parameters

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import TimelineError, check_type, number
-from pipesim.scheduling.placement import Placement, looped
+from pipesim.scheduling.placement import Placement
 from pipesim.trace.chrome_export import Event, write
 from pipesim.trace.range_names import WORDS, word_key
 from pipesim.utils.files import (
@@ -205,8 +205,8 @@ def read_primus(
         Folder of ``pp_rank_0.json``, ``pp_rank_1.json``, ..., or these files. ``config.json`` is
         read where it stands beside them.
     placement
-        Device of each stage; the files have only the chunk. By default `pipesim.looped`, as in
-        Megatron-LM; give `pipesim.v_shaped` for ZB-V.
+        Device of each stage; the files have only the chunk. By default `Placement.looped`, as in
+        Megatron-LM; give `Placement.v_shaped` for ZB-V.
 
     Returns
     -------
@@ -241,7 +241,7 @@ def read_primus(
     files = _rank_files(paths)
     n_chunks = _n_chunks(files[0].with_name("config.json"))
     if placement is None:
-        placement = looped(len(files), n_chunks)
+        placement = Placement.looped(len(files), n_chunks)
     check_type("placement", placement, Placement)
     rows: list[tuple[object, ...]] = []
     for device, path in enumerate(files):

@@ -80,7 +80,7 @@ _IDENTITY = ("replica", "stage", "microbatch", "peer_stage", "part", "op")
 
 @dataclass(frozen=True, eq=False)
 class MeasuredTasks:
-    """Columns of the tasks of one step; one entry a task, as in `pipesim.Tasks`.
+    """Columns of the tasks of one step; one entry a task, as in `pipesim.graph.Tasks`.
 
     - ``start``, ``end``: seconds, by the clock of the task's device.
     - ``on_device``: whether a GPU recorded the times, and not the program that called it.

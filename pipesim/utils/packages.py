@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError
+from pipesim.utils.caller_warnings import warn_caller
 
 if TYPE_CHECKING:
     import joblib as joblib
@@ -77,23 +79,38 @@ def __getattr__(name: str) -> Any:
     return getattr(imported(module), attribute) if attribute else imported(module)
 
 
-def lazy_names(package: ModuleSpec) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: ModuleSpec, moved: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package, which imports names at their first use.
 
-    The names are those that its ``__init__`` imports below ``if TYPE_CHECKING``.
+    The names are those that its ``__init__`` imports below ``if TYPE_CHECKING``. ``moved`` has
+    names that the package exported before, by their new place; they go on, with a
+    `DeprecationWarning`. ``__dir__`` lists ``__all__`` and the modules that ``__init__`` imports.
     """
     source: str = package.loader.get_source(package.name)  # type: ignore[union-attr]
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    places = {alias.name: node.module for node in imports for alias in node.names}
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    places = {alias.name: node.module for node in nodes for alias in node.names}
+    modules = {name for name, place in places.items() if place == package.name and name[0] != "_"}
+    old = {name: place for place, names in moved.items() for name in names.split()}
 
     def load(name: str) -> Any:
-        if (module := places.get(name)) is None:
+        if place := old.get(name):
+            warn_caller(f"{package.name}.{name} is now {place}.{name}", DeprecationWarning)
+            with uninterrupted():
+                return getattr(pkgutil.resolve_name(place), name)
+        module = places.get(name)
+        if module is None or name in modules:
             raise AttributeError(f"module {package.name!r} has no attribute {name!r}")
         value = getattr(imported(module), name)
         setattr(sys.modules[package.name], name, value)
         return value
 
-    return load, lambda: sorted(places.keys() | vars(sys.modules[package.name]))
+    def listed() -> list[str]:
+        names = vars(sys.modules[package.name])
+        return sorted({*names["__all__"], *modules, *(x for x in names if x.startswith("__"))})
+
+    return load, listed
 
 
 #: Package that each extra of pyproject.toml installs, as users call it.

@@ -8,6 +8,7 @@ import textwrap
 import numpy as np
 
 import pipesim as ps
+from pipesim.graph import Task
 from pipesim.ops import EXCHANGES, part_letter
 
 
@@ -54,7 +55,7 @@ def draw_replica(timeline: ps.Timeline, devices: str = "0") -> str:
     return draw(timeline, rows=f"^[{devices}]( collective)?$")
 
 
-def _cell(task: ps.Task, several: bool) -> str:
+def _cell(task: Task, several: bool) -> str:
     letter = task.op.name.removeprefix("SEND_").removeprefix("RECV_")
     if letter == "REDUCE_GRAD":
         return "RG" if task.part < 0 else f"R{task.part}"

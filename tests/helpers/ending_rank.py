@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 
 _WIDTH, _MICROBATCHES = 4, 4
 
@@ -103,7 +104,7 @@ def _act(failure: str, rank: int, n_ranks: int) -> Callable[[], None] | None:
 
 
 def _steps(
-    case: dict[str, Any], rank: int, processes: px.Processes | None, stack: ExitStack | None
+    case: dict[str, Any], rank: int, processes: Processes | None, stack: ExitStack | None
 ) -> None:
     """Run two steps, of which the second fails; without ``stack`` the pipeline stays open."""
     n, failure = case["n_ranks"], case["failure"]

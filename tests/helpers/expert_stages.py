@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 
 #: Width, length of a sample, number of micro-batches.
 WIDTH, LENGTH, K = 8, 3, 4
@@ -95,7 +96,7 @@ def train_unsplit(n_replicas: int, n_steps: int, **options: Any) -> dict[str, An
 
 
 def steps(
-    processes: px.Processes,
+    processes: Processes,
     schedule: str,
     n_stages: int,
     n_replicas: int,

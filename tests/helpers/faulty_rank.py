@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import pipeexec as px
 from pipeexec.cli import launch
 from pipeexec.cli.commands import print_error_here, save_partial_timeline
-from pipeexec.distributed import channels
+from pipeexec.distributed import Processes, channels
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 
@@ -171,7 +171,7 @@ class Trap:
             self.spring()
 
 
-def train(trap: Trap, arguments: argparse.Namespace, processes: px.Processes) -> int:
+def train(trap: Trap, arguments: argparse.Namespace, processes: Processes) -> int:
     fault = trap.fault
     torch.manual_seed(0)
     graph = graph_of(Fault(**fault))

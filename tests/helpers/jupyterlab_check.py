@@ -47,7 +47,7 @@ graph = ps.lower(ps.schedule("1f1b", n_devices=4, n_microbatches=8))
 costs = ps.Costs(forward=1e-3, backward=2e-3, activation_bytes=1e6)
 timeline = ps.simulate(graph, costs)
 timeline""",
-    """noise = ps.Noise(task=ps.LogNormal(0.1), seed=1)
+    """noise = ps.Noise(task=ps.simulation.LogNormal(0.1), seed=1)
 ps.Comparison(timeline, ps.simulate(graph, costs, noise=noise))""",
     """view = widget(timeline, layout="steps", height=360)
 view""",

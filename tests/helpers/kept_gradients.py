@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 
 WIDTH, SAMPLES, K = 6, 4, 2
 
@@ -63,7 +64,7 @@ def _dense(experts: nn.Module) -> nn.Module:
     return nn.Sequential(OrderedDict(layers))
 
 
-def _stages(case: Case, processes: px.Processes | None) -> list[nn.Module]:
+def _stages(case: Case, processes: Processes | None) -> list[nn.Module]:
     """Return the stages, always of the same values; without processes those of one."""
     share = (0, 1)
     if case.part == "shared experts" and processes is not None:
@@ -128,7 +129,7 @@ def unsplit(case: Case, mode: Mode) -> dict[str, Tensor]:
 
 
 def run(
-    processes: px.Processes | None, row: Sequence[Any], mode: str
+    processes: Processes | None, row: Sequence[Any], mode: str
 ) -> tuple[list[dict[str, Tensor]], float | None]:
     """Return the gradients of each copy in this process after the last step, and their norm."""
     own, setting = Case(row[0], row[1], tuple(row[2])), MODES[mode]

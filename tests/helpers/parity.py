@@ -18,8 +18,8 @@ from small_pipelines import (
 )
 from torch import nn
 
-import pipeexec as px
 import pipesim as ps
+from pipeexec.executor import StepResult
 
 SCHEDULES = ["gpipe", "1f1b"]
 RECOMPUTE = ["never", "always", "except_last"]
@@ -39,7 +39,7 @@ def check(
     targets: Any,
     loss_fn: Any = mse,
     **options: Any,
-) -> px.StepResult:
+) -> StepResult:
     """Run a step, and the unsplit model: everything must be equal. Return the step's result."""
     for stage in stages:
         stage.zero_grad()

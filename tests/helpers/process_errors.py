@@ -15,6 +15,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.errors import PipeError
 
 #: Seconds in which every process must have ended; the timeout is longer.
@@ -22,7 +23,7 @@ PROMPT, TIMEOUT = 10.0, 30.0
 
 
 def make(
-    processes: px.Processes,
+    processes: Processes,
     schedule: Any = "gpipe",
     stages: list[nn.Module | None] | None = None,
     devices: Any = ("cpu",),
@@ -38,10 +39,10 @@ def make(
     return px.Pipeline(stages, graph, devices, loss_fn, optimizer, processes=processes, **options)
 
 
-Case = Callable[[px.Processes], None]
+Case = Callable[[Processes], None]
 
 
-def _run_case(processes: px.Processes, module: str, name: str) -> tuple[str, float]:
+def _run_case(processes: Processes, module: str, name: str) -> tuple[str, float]:
     """Return the error that a case of a module raises, and after how long."""
     case: Case = getattr(importlib.import_module(module), name)
     began = time.monotonic()

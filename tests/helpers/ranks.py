@@ -1,7 +1,7 @@
 """Ranks in processes of their own, which run functions of the tests; started once for many.
 
 ``python ranks.py FOLDER`` is one of them: it reads lines of JSON, each of which names a function
-that takes `pipeexec.Processes`, and leaves what it returns in the folder.
+that takes `pipeexec.distributed.Processes`, and leaves what it returns in the folder.
 """
 
 from __future__ import annotations

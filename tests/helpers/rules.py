@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 import pipesim as ps
+from pipesim.costs import TaskCosts
+from pipesim.graph import Tasks
 from pipesim.ops import EXCHANGES, LISTED, Action, Op
 
 
@@ -216,7 +218,7 @@ def waited_for(graph: ps.TaskGraph) -> list[set[int]]:
     return needs
 
 
-def issue_times(graph: ps.TaskGraph, costs: ps.TaskCosts) -> np.ndarray:
+def issue_times(graph: ps.TaskGraph, costs: TaskCosts) -> np.ndarray:
     """Return when its host has issued each task (rule 7)."""
     clock = {int(host): 0.0 for host in graph.host}
     issued = np.zeros(len(graph))
@@ -231,7 +233,7 @@ def issue_times(graph: ps.TaskGraph, costs: ps.TaskCosts) -> np.ndarray:
     return issued
 
 
-def holders_with(graph: ps.TaskGraph, costs: ps.TaskCosts, task: int) -> list[int]:
+def holders_with(graph: ps.TaskGraph, costs: TaskCosts, task: int) -> list[int]:
     """Return the tasks that hold links from one moment on, for which ``task`` asks; or none."""
     if graph.op[task] in (Op.SEND_F, Op.SEND_B, Op.OFFLOAD, Op.RELOAD):
         return [task] if costs.duration[task] > 0 else []
@@ -242,7 +244,7 @@ def holders_with(graph: ps.TaskGraph, costs: ps.TaskCosts, task: int) -> list[in
     return members.tolist() if asks else []
 
 
-def assert_rules_hold(timeline: ps.Timeline, costs: ps.TaskCosts) -> None:
+def assert_rules_hold(timeline: ps.Timeline, costs: TaskCosts) -> None:
     """Check every start and end with ``==``."""
     graph, start, end = timeline.graph, timeline.start, timeline.end
     n = len(graph)
@@ -294,5 +296,5 @@ def all_reduced(**options: Any) -> ps.TaskGraph:
         [-1 if a.microbatch is None else a.microbatch for a in parsed],
         [0] * len(parsed),  # all on compute
     )
-    tasks = ps.Tasks(*(np.array(column, dtype=np.int64) for column in columns))
+    tasks = Tasks(*(np.array(column, dtype=np.int64) for column in columns))
     return ps.TaskGraph.build(tasks, group=np.array([-1, -1, -1, -1, 7, 7]), **options)

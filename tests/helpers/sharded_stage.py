@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 
 ROWS, DIM, DENSE, K, REPLICAS = (30, 7), 4, 5, 2, 2
 #: Samples of each replica.
@@ -78,7 +79,7 @@ def lowered(schedule: str, n_devices: int, n_stages: int, **options: Any) -> ps.
 
 
 def build_pipeline(
-    processes: px.Processes, graph: ps.TaskGraph, optimizer: Any, **options: Any
+    processes: Processes, graph: ps.TaskGraph, optimizer: Any, **options: Any
 ) -> tuple[px.Pipeline, nn.ModuleDict]:
     """Return the pipeline of a rank, and its modules by name."""
     weights, bottom, top = model()
@@ -102,7 +103,7 @@ def build_pipeline(
     return pipeline, nn.ModuleDict(names)
 
 
-def share(processes: px.Processes, graph: ps.TaskGraph, bag: int = 0) -> tuple[Any, Any]:
+def share(processes: Processes, graph: ps.TaskGraph, bag: int = 0) -> tuple[Any, Any]:
     """Return the inputs and targets of a rank's replica."""
     replica = processes.rank * REPLICAS // processes.n_ranks
     dense, keys, y = (part.split(SIZES)[replica] for part in batch(sum(SIZES), bag))

@@ -16,10 +16,11 @@ from pipesim.errors import ArgumentError, PipeError
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.options import GRAD_SYNC
 from pipesim.lowering.issue_order import ISSUE_ORDERS
-from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op
+from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op, Overlapped
 from pipesim.scheduling.placement import LAYOUTS, Placement
 from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import VERSIONS
+from pipesim.simulation import Empirical, Failures, LogNormal, Normal
 
 NAMES = sorted(ps.schedules().index)
 #: Whole numbers make ties. The others are coarse enough that adding one always changes a time,
@@ -79,13 +80,13 @@ def placements(draw: st.DrawFn) -> Placement:
     kind = draw(st.sampled_from(["linear", "looped", "v", "any", "bidirectional"]))
     n_devices = draw(device_counts)
     if kind == "linear":
-        return ps.linear(n_devices)
+        return ps.Placement.linear(n_devices)
     if kind == "looped":
-        return ps.looped(n_devices, draw(st.integers(1, 2)))
+        return ps.Placement.looped(n_devices, draw(st.integers(1, 2)))
     if kind == "v":
-        return ps.v_shaped(n_devices)
+        return ps.Placement.v_shaped(n_devices)
     if kind == "bidirectional":
-        return ps.bidirectional(2 * draw(st.integers(1, 2)))
+        return ps.Placement.bidirectional(2 * draw(st.integers(1, 2)))
     others = draw(st.lists(st.integers(0, n_devices - 1), max_size=3))
     return Placement(draw(st.permutations([*range(n_devices), *others])))
 
@@ -171,14 +172,14 @@ def custom_schedules(
 
 
 @st.composite
-def overlaps(draw: st.DrawFn, order: list[Action]) -> list[Action | ps.Overlapped]:
+def overlaps(draw: st.DrawFn, order: list[Action]) -> list[Action | Overlapped]:
     """Overlap some of the Fs of an order with the B right after them."""
-    joined: list[Action | ps.Overlapped] = []
+    joined: list[Action | Overlapped] = []
     for action in order:
         before = joined[-1] if joined else None
         pair = isinstance(before, Action) and (before.op, action.op) == (Op.F, Op.B)
         if pair and draw(st.booleans()):
-            joined[-1] = ps.Overlapped(joined[-1], action)
+            joined[-1] = Overlapped(joined[-1], action)
         else:
             joined.append(action)
     return joined
@@ -479,11 +480,11 @@ def skipping_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Cost
 def distributions() -> st.SearchStrategy[Any]:
     """Every kind of distribution; some draw 0 now and then, which takes no time at all."""
     return st.one_of(
-        st.sampled_from([0.0, 0.02, 0.5]).map(ps.Normal),
-        st.sampled_from([0.0, 0.02, 0.5]).map(ps.LogNormal),
+        st.sampled_from([0.0, 0.02, 0.5]).map(Normal),
+        st.sampled_from([0.0, 0.02, 0.5]).map(LogNormal),
         st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4)
         .filter(any)
-        .map(ps.Empirical),
+        .map(Empirical),
     )
 
 
@@ -505,5 +506,5 @@ def noises(draw: st.DrawFn, graph: ps.TaskGraph) -> ps.Noise:
         gpus_per_device=draw(st.sampled_from([1, 2, 8])),
         slow_devices=draw(st.dictionaries(devices, factors, max_size=2)),
         slow_links=draw(links),
-        failures=draw(st.sampled_from([None, ps.Failures(every=8, pause=5)])),
+        failures=draw(st.sampled_from([None, Failures(every=8, pause=5)])),
     )

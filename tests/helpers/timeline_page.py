@@ -111,7 +111,7 @@ def open_timeline(
 ) -> TimelinePage:
     """Write a page and open it; ``context`` are options of `Pages`, ``options`` of `to_html`."""
     path = folder / "page.html"
-    ps.to_html(path, items, **(options or {}))
+    ps.plot.to_html(path, items, **(options or {}))
     context.setdefault("viewport", {"width": 1200, "height": 700})
     page = open_page(path, **context)
     deadline = time.monotonic() + 20

@@ -6,6 +6,7 @@ found from the signature, and have their defaults.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -18,9 +19,16 @@ from nsys_reports import FIRST, report
 from places import DATA
 
 import pipesim as ps
+from pipesim.calibration import Calibration
+from pipesim.costs import TaskCosts, Workload
+from pipesim.graph import Tasks
 from pipesim.models.gpu import Kernel
+from pipesim.planning import OptimizedSchedule, Plans
+from pipesim.simulation import Normal, Scenarios
 
 Good = Mapping[str, Any]
+#: Measured steps.
+MEASURED = [{"model": "gpt2_xl", "microbatch_size": 1, "n_microbatches": 2, "seconds": 0.2}]
 
 
 @cache
@@ -44,7 +52,7 @@ def timeline() -> ps.Timeline:
 
 
 @cache
-def task_costs() -> ps.TaskCosts:
+def task_costs() -> TaskCosts:
     return costs().of(graph())
 
 
@@ -68,7 +76,13 @@ def planned(_: Path) -> Good:
 
 
 @cache
-def plans() -> ps.Plans:
+def calibration() -> Calibration:
+    with warnings.catch_warnings(action="ignore"):
+        return ps.GPU.fit(MEASURED, gpu="a100_80gb", constants=["flops"])
+
+
+@cache
+def plans() -> Plans:
     return ps.plan(model(), cluster(), global_batch=4, schedules="1f1b", progress=False)
 
 
@@ -81,11 +95,11 @@ def model() -> ps.Transformer:
 
 @cache
 def noise() -> ps.Noise:
-    return ps.Noise(seed=0, task=ps.Normal(0.1))
+    return ps.Noise(seed=0, task=Normal(0.1))
 
 
 @cache
-def scenarios() -> ps.Scenarios:
+def scenarios() -> Scenarios:
     return ps.simulate_many(graph(), costs(), noise(), 3, n_jobs=1, progress=False)
 
 
@@ -101,11 +115,11 @@ def layers() -> ps.Layers:
     return ps.Layers({"forward": [1.0, 2.0], "backward": [2.0, 3.0]})
 
 
-def tasks() -> ps.Tasks:
+def tasks() -> Tasks:
     subject = graph()
     stream = np.zeros(len(subject.op), np.int64)
     ids = np.flatnonzero(subject.on_compute)
-    return ps.Tasks(
+    return Tasks(
         subject.op[ids],
         subject.device[ids],
         subject.stage[ids],
@@ -162,7 +176,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Costs.from_timeline": lambda _: {"timeline": timeline()},
     "ps.Costs.averaged": lambda _: {"self": costs()},
     "ps.Costs.microbatch": lambda _: {"self": ps.Costs([[1.0, 2.0]], 1.0), "number": 1},
-    "ps.Costs.in_chunks": lambda _: {"self": costs(), "placement": ps.v_shaped(2)},
+    "ps.Costs.in_chunks": lambda _: {"self": costs(), "placement": ps.Placement.v_shaped(2)},
     "ps.Costs.load": lambda to: {"path": _written(to / "costs.json", costs().save)},
     "ps.Costs.of": lambda _: {"self": costs(), "graph": graph()},
     "ps.Costs.per_stage": lambda _: {"self": costs(), "name": "forward", "n_stages": 2},
@@ -173,11 +187,11 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Costs.transformer": lambda _: {
         "layers_per_stage": 2, "microbatch_size": 1, "flops_per_second": 1e12, "hidden_size": 8,
         "n_layers": 4, "n_heads": 2, "sequence_length": 4, "vocabulary_size": 16},
-    "ps.Empirical": lambda _: {"samples": [1.0, 2.0]},
-    "ps.Failures": lambda _: {"every": 10.0, "pause": 1.0},
+    "ps.simulation.Empirical": lambda _: {"samples": [1.0, 2.0]},
+    "ps.simulation.Failures": lambda _: {"every": 10.0, "pause": 1.0},
     "ps.GPU": lambda _: {"flops": 1e12, "bandwidth": 1e12},
     "ps.GPU.fit": lambda _: {
-        "rows": [{"model": "gpt2_xl", "microbatch_size": 1, "n_microbatches": 2, "seconds": 0.2}],
+        "rows": MEASURED,
         "gpu": "a100_80gb", "constants": ["flops"]},
     "ps.GPU.kernel_seconds": lambda _: {"self": gpu(), "kernel": Kernel("dropout", nbytes=1e6)},
     "ps.GPU.kernel_shares": lambda _: {"self": gpu(), "kernel": Kernel("dropout", nbytes=1e6)},
@@ -211,7 +225,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Link.from_dict": lambda _: {
         "values": {"latency": 1.0, "bandwidth": 1.0, "pairs": [[0, 1]]}},
     "ps.Link.to_dict": lambda _: {"self": ps.Link(1.0, 1.0, ((0, 1),))},
-    "ps.LogNormal": lambda _: {"sigma": 0.1},
+    "ps.simulation.LogNormal": lambda _: {"sigma": 0.1},
     "ps.Network": lambda _: {},
     "ps.Network.all_reduce": lambda _: {"self": network(), "nbytes": 1.0, "devices": [0, 1]},
     "ps.Network.all_to_all": lambda _: {"self": network(), "nbytes": 1.0, "devices": [0, 1]},
@@ -237,25 +251,30 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Nodes.grouped": lambda _: {"self": ps.Nodes(2), "gpus_per_device": 2},
     "ps.Nodes.from_dict": lambda _: {"values": {"devices_per_node": 2}},
     "ps.Nodes.to_dict": lambda _: {"self": ps.Nodes(2)},
-    "ps.Noise": lambda _: {"seed": 0, "task": ps.Normal(0.1)},
-    "ps.Normal": lambda _: {"std": 0.1},
+    "ps.Noise": lambda _: {"seed": 0, "task": Normal(0.1)},
+    "ps.simulation.Normal": lambda _: {"std": 0.1},
+    "ps.Placement.bidirectional": lambda _: {"n_devices": 2},
+    "ps.Placement.linear": lambda _: {"n_devices": 2},
+    "ps.Placement.looped": lambda _: {"n_devices": 2, "n_chunks": 2},
+    "ps.Placement.v_shaped": lambda _: {"n_devices": 2},
+    "ps.Placement.waves": lambda _: {"n_devices": 2, "n_waves": 1},
     "ps.Placement": lambda _: {"device_of": [0, 1]},
-    "ps.Placement.path_of": lambda _: {"self": ps.linear(2), "n_microbatches": 2},
-    "ps.Placement.stages_of": lambda _: {"self": ps.linear(2), "device": 0},
-    "ps.Scenarios.percentiles": lambda _: {"self": scenarios()},
-    "ps.Scenarios.timeline": lambda _: {"self": scenarios(), "scenario": 0},
-    "ps.Plan.to_megatron": lambda _: {"self": plans().best},
-    "ps.Plan.to_torchtitan": lambda _: {"self": plans().best},
-    "ps.Plans.choice": lambda _: {"self": plans(), "settings": {"pipeline_parallel": 2}},
-    "ps.Plans.explain": lambda _: {"self": plans()},
-    "ps.Plans.plan": lambda _: {"self": plans(), "which": 0},
-    "ps.Plans.plot": lambda _: {"self": plans()},
-    "ps.Plans.summary": lambda _: {"self": plans()},
-    "ps.Plans.to_csv": lambda to: {"self": plans(), "path": to / "plans.csv"},
-    "ps.Plans.to_megatron": lambda _: {"self": plans()},
-    "ps.Plans.to_torchtitan": lambda _: {"self": plans()},
+    "ps.Placement.path_of": lambda _: {"self": ps.Placement.linear(2), "n_microbatches": 2},
+    "ps.Placement.stages_of": lambda _: {"self": ps.Placement.linear(2), "device": 0},
+    "ps.simulation.Scenarios.percentiles": lambda _: {"self": scenarios()},
+    "ps.simulation.Scenarios.timeline": lambda _: {"self": scenarios(), "scenario": 0},
+    "ps.planning.Plan.to_megatron": lambda _: {"self": plans().best},
+    "ps.planning.Plan.to_torchtitan": lambda _: {"self": plans().best},
+    "ps.planning.Plans.choice": lambda _: {"self": plans(), "settings": {"pipeline_parallel": 2}},
+    "ps.planning.Plans.explain": lambda _: {"self": plans()},
+    "ps.planning.Plans.plan": lambda _: {"self": plans(), "which": 0},
+    "ps.planning.Plans.plot": lambda _: {"self": plans()},
+    "ps.planning.Plans.summary": lambda _: {"self": plans()},
+    "ps.planning.Plans.to_csv": lambda to: {"self": plans(), "path": to / "plans.csv"},
+    "ps.planning.Plans.to_megatron": lambda _: {"self": plans()},
+    "ps.planning.Plans.to_torchtitan": lambda _: {"self": plans()},
     "ps.Schedule.from_columns": lambda _: {
-        "name": "x", "placement": ps.linear(1), "n_microbatches": 1,
+        "name": "x", "placement": ps.Placement.linear(1), "n_microbatches": 1,
         "devices": [([ps.Op.F, ps.Op.B], [0, 0], [0, 0])]},
     "ps.Schedule.from_orders": lambda _: {"orders": ORDERS},
     "ps.Schedule.grid": lambda _: {"self": schedule()},
@@ -276,13 +295,13 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Routing.to_dict": lambda _: {"self": ps.Routing()},
     "ps.Routing.zipf": lambda _: {"exponent": 0.5},
     "ps.Parallel": lambda _: {},
-    "ps.Shard": lambda _: {"model": model()},
-    "ps.Shard.stage_bytes": lambda _: {"self": model().shard(), "layers_per_stage": 2},
-    "ps.Shard.stage_parameters": lambda _: {"self": model().shard(), "layers_per_stage": 2},
-    "ps.Shard.stages": lambda _: {
+    "ps.models.Shard": lambda _: {"model": model()},
+    "ps.models.Shard.stage_bytes": lambda _: {"self": model().shard(), "layers_per_stage": 2},
+    "ps.models.Shard.stage_parameters": lambda _: {"self": model().shard(), "layers_per_stage": 2},
+    "ps.models.Shard.stages": lambda _: {
         "self": model().shard(), "layers_per_stage": 2, "flops_per_second": 1e12},
-    "ps.TaskCosts.of_tasks": lambda _: {"table": task_costs().per_task().table},
-    "ps.TaskCosts.per_task": lambda _: {"self": task_costs()},
+    "ps.costs.TaskCosts.of_tasks": lambda _: {"table": task_costs().per_task().table},
+    "ps.costs.TaskCosts.per_task": lambda _: {"self": task_costs()},
     "ps.TaskGraph.as_verified": lambda _: {"self": graph()},
     "ps.TaskGraph.build": lambda _: {"tasks": tasks()},
     "ps.TaskGraph.in_topological_order": lambda _: {"self": graph()},
@@ -292,7 +311,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.TaskGraph.wire": lambda _: {"tasks": tasks()},
     "ps.TaskGraph.to_html": lambda to: {"self": graph(), "path": to / "page.html"},
     "ps.TaskGraph.with_name": lambda _: {"self": graph(), "name": "x"},
-    "ps.Tasks.kinds": lambda _: {"self": tasks()},
+    "ps.graph.Tasks.kinds": lambda _: {"self": tasks()},
     "ps.Timeline": lambda _: {
         "graph": graph(), "start": timeline().start, "end": timeline().end},
     "ps.Timeline.all_rows": lambda _: {"self": timeline()},
@@ -309,7 +328,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.memory": lambda _: {"self": timeline()},
     "ps.Timeline.memory.breakdown": lambda _: {"self": timeline()},
     "ps.Timeline.mfu": lambda _: {
-        "self": timeline(), "workload": ps.Workload(8, 6), "peak_flops": 1.0},
+        "self": timeline(), "workload": Workload(8, 6), "peak_flops": 1.0},
     "ps.Timeline.plot": lambda _: {"self": timeline()},
     "ps.Timeline.plot.idle": lambda _: {"self": timeline()},
     "ps.Timeline.plot.memory": lambda _: {"self": timeline()},
@@ -330,27 +349,24 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Transformer.recomputed_flops": lambda _: {"self": model()},
     "ps.Transformer.shard": lambda _: {"self": model()},
     "ps.Transformer.step_flops": lambda _: {"self": model()},
-    "ps.Workload": lambda _: {"tokens": 8, "flops": 1e3},
-    "ps.Workload.from_dict": lambda _: {"values": {"tokens": 8, "flops": 1e3}},
-    "ps.Workload.to_dict": lambda _: {"self": ps.Workload(8, 1e3)},
+    "ps.costs.Workload": lambda _: {"tokens": 8, "flops": 1e3},
+    "ps.costs.Workload.from_dict": lambda _: {"values": {"tokens": 8, "flops": 1e3}},
+    "ps.costs.Workload.to_dict": lambda _: {"self": Workload(8, 1e3)},
     "ps.audit": lambda _: {"graph": graph(), "costs": costs()},
     "ps.balanced_split": lambda _: {"seconds": [1.0, 2.0, 3.0], "n_stages": 2},
-    "ps.bidirectional": lambda _: {"n_devices": 2},
     "ps.autograd_orders": lambda _: {"n_devices": 2, "n_microbatches": 2, "costs": costs()},
-    "ps.chakra.save": lambda to: {"prefix": to / "step", "timeline": timeline()},
+    "ps.trace.chakra.save": lambda to: {"prefix": to / "step", "timeline": timeline()},
     "ps.compare": lambda _: {"timelines": {"x": timeline()}},
     "ps.gpus": lambda _: {},
-    "ps.hta.save": lambda to: {"directory": to / "hta", "timeline": timeline()},
-    "ps.linear": lambda _: {"n_devices": 2},
-    "ps.looped": lambda _: {"n_devices": 2, "n_chunks": 2},
+    "ps.trace.hta.save": lambda to: {"directory": to / "hta", "timeline": timeline()},
     "ps.lower": lambda _: {"schedule": schedule()},
     "ps.lower_bound": lambda _: {
-        "placement": ps.linear(2), "n_microbatches": 2, "costs": costs()},
+        "placement": ps.Placement.linear(2), "n_microbatches": 2, "costs": costs()},
     "ps.machines": lambda _: {},
     "ps.optimize": lambda _: {
-        "placement": ps.linear(2), "n_microbatches": 2, "costs": costs()},
-    "ps.order_by": lambda _: {"placement": ps.linear(2), "n_microbatches": 2},
-    "ps.read_layout": lambda _: {"text": "Et*2|tL"},
+        "placement": ps.Placement.linear(2), "n_microbatches": 2, "costs": costs()},
+    "ps.order_by": lambda _: {"placement": ps.Placement.linear(2), "n_microbatches": 2},
+    "ps.costs.read_layout": lambda _: {"text": "Et*2|tL"},
     "ps.read_megatron": lambda _: {
         "flags": "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4",
         "n_layers": 4, "n_gpus": 4},
@@ -365,7 +381,19 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "graph": graph(), "costs": costs(), "noise": noise(), "n": 2, "n_jobs": 1,
         "progress": False},
     "ps.sweep": swept,
-    "ps.to_html": lambda to: {"path": to / "page.html", "items": timeline()},
+    "ps.calibration.Calibration.predict": lambda _: {"self": calibration(), "rows": MEASURED},
+    "ps.calibration.Calibration.save": lambda to: {"self": calibration(), "path": to / "gpu.json"},
+    "ps.calibration.Calibration.to_dict": lambda _: {"self": calibration()},
+    "ps.plot.bars": lambda _: {"table": ps.compare({"x": timeline()})},
+    "ps.plot.comparison": lambda _: {"comparison": ps.Comparison(timeline(), timeline())},
+    "ps.plot.dependencies": lambda _: {"graph": graph()},
+    "ps.plot.figure": lambda _: {},
+    "ps.plot.idle": lambda _: {"timeline": timeline()},
+    "ps.plot.memory": lambda _: {"timeline": timeline()},
+    "ps.plot.paper_style": lambda _: {},
+    "ps.plot.timeline": lambda _: {"timeline": timeline()},
+    "ps.plot.to_html": lambda to: {"path": to / "page.html", "items": timeline()},
+    "ps.plot.widget": lambda _: {"items": timeline()},
     "ps.trace.load": lambda to: {
         "path": _written(to / "trace.json", timeline().to_chrome)},
     "ps.trace.nsys_to_chrome": lambda to: {
@@ -373,17 +401,14 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.trace.read_primus": lambda to: {
         "paths": _written(to / "pp_rank_0.json", lambda p: p.write_text(
             '{"1": {"fwd_start": [0], "fwd_end": [1]}}')),
-        "placement": ps.linear(1)},
+        "placement": ps.Placement.linear(1)},
     "ps.trace.read_timers": lambda to: {
         "path": _written(to / "run.log", lambda p: p.write_text(
             "iteration 1/ 2\ntime (ms) | forward-compute: 1.00"))},
     "ps.trace.save": lambda to: {"path": to / "trace.json", "timelines": timeline()},
     "ps.transformers": lambda _: {},
-    "ps.v_shaped": lambda _: {"n_devices": 2},
     "ps.verify": lambda _: {"what": schedule()},
-    "ps.waves": lambda _: {"n_devices": 2, "n_waves": 1},
-    "ps.widget": lambda _: {"items": timeline()},
-    "ps.write_layout": lambda _: {"layers_per_stage": [2, 1]},
+    "ps.costs.write_layout": lambda _: {"layers_per_stage": [2, 1]},
 }  # fmt: skip
 
 
@@ -398,12 +423,12 @@ def _of_optimized(make: Callable[[Path], Good]) -> Callable[[Path], Good]:
 
 
 @cache
-def optimized() -> ps.OptimizedSchedule:
-    return ps.optimize(ps.linear(2), 2, costs(), progress=False)
+def optimized() -> OptimizedSchedule:
+    return ps.optimize(ps.Placement.linear(2), 2, costs(), progress=False)
 
 
 GOOD |= {
-    name.replace("ps.Schedule.", "ps.OptimizedSchedule."): _of_optimized(make)
+    name.replace("ps.Schedule.", "ps.planning.OptimizedSchedule."): _of_optimized(make)
     for name, make in GOOD.items()
     if name.startswith("ps.Schedule.")
 }

@@ -17,6 +17,11 @@ from torch.optim.lr_scheduler import LinearLR
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.executor import StepResult
+from pipeexec.profiling import Profile
+from pipeexec.projection import Projection
+from pipeexec.training import TrainingRun
+from pipeexec.validation import Validation
 
 ORDER = {0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}
 
@@ -48,12 +53,12 @@ def microbatches() -> px.Microbatches:
 
 
 @cache
-def result() -> px.StepResult:
+def result() -> StepResult:
     return pipeline().step(**batch())
 
 
 @cache
-def measured() -> px.Profile:
+def measured() -> Profile:
     return px.measure(pipeline(), **batch(), n_steps=1, warm_up=0)
 
 
@@ -70,16 +75,16 @@ def short() -> dict[str, Any]:
 
 
 @cache
-def validation() -> px.Validation:
+def validation() -> Validation:
     return px.validate(**short())
 
 
-def training(to: Path) -> px.TrainingRun:
+def training(to: Path) -> TrainingRun:
     """Return the training of one step in a directory."""
     folder = to / "training"
     if not folder.exists():
         px.train(pipeline(), [tuple(batch().values())], n_steps=1, directory=folder, progress=False)
-    return px.TrainingRun.load(folder)
+    return TrainingRun.load(folder)
 
 
 def gpipe() -> px.GPipe:
@@ -193,19 +198,19 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.Pipeline.step": lambda _: {"self": pipeline(), **batch(), "accumulate": False},
     "px.Pipeline.total": lambda _: {"self": pipeline(), "values": [1.0]},
     "px.Pipeline.with_graph": lambda _: {"self": pipeline(), "graph": graph()},
-    "px.Projection.blocks": lambda _: {"self": projection(), "split": 2},
-    "px.Projection.compare": lambda _: {
+    "px.projection.Projection.blocks": lambda _: {"self": projection(), "split": 2},
+    "px.projection.Projection.compare": lambda _: {
         "self": projection(), "schedules": ["1f1b"], "n_devices": 2, "n_microbatches": 2},
-    "px.Projection.costs": lambda _: {"self": projection(), "split": 2},
-    "px.Projection.load": lambda to: {"path": _saved(to / "projection", projection())},
-    "px.Projection.plan": lambda _: {"self": projection(), "global_batch": 4},
-    "px.Projection.predict": lambda _: {
+    "px.projection.Projection.costs": lambda _: {"self": projection(), "split": 2},
+    "px.projection.Projection.load": lambda to: {"path": _saved(to / "projection", projection())},
+    "px.projection.Projection.plan": lambda _: {"self": projection(), "global_batch": 4},
+    "px.projection.Projection.predict": lambda _: {
         "self": projection(), "schedule": "1f1b", "n_devices": 2, "n_microbatches": 2},
-    "px.Projection.tied_stages": lambda _: {"self": projection(), "split": 2},
-    "px.Projection.save": lambda to: {"self": projection(), "path": to / "saved"},
-    "px.Profile.load": lambda to: {"path": _saved(to / "profile", measured())},
-    "px.Profile.plot": lambda _: {"self": measured()},
-    "px.Profile.save": lambda to: {
+    "px.projection.Projection.tied_stages": lambda _: {"self": projection(), "split": 2},
+    "px.projection.Projection.save": lambda to: {"self": projection(), "path": to / "saved"},
+    "px.profiling.Profile.load": lambda to: {"path": _saved(to / "profile", measured())},
+    "px.profiling.Profile.plot": lambda _: {"self": measured()},
+    "px.profiling.Profile.save": lambda to: {
         "self": replace(measured(), transfers=measured().transfers[:0]), "path": to / "saved"},
     "px.ShardedEmbedding": lambda _: {"n_rows": 4, "dim": 2},
     "px.ShardedEmbedding.accumulated_gradients": lambda _: {"self": embedding()},
@@ -218,8 +223,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.ShardedEmbedding.get_extra_state": lambda _: {"self": embedding()},
     "px.ShardedEmbedding.set_extra_state": lambda _: {
         "self": embedding(), "state": embedding().get_extra_state()},
-    "px.Validation.figure": lambda _: {"self": validation()},
-    "px.Validation.save": lambda to: {"self": validation(), "path": to / "saved", "figures": False},
+    "px.validation.Validation.figure": lambda _: {"self": validation()},
+    "px.validation.Validation.save": lambda to: {
+        "self": validation(), "path": to / "saved", "figures": False},
     "px.from_torch": lambda _: {"schedule": ORDER},
     "px.is_checkpointing": lambda _: {},
     "px.is_recomputing": lambda _: {},
@@ -252,11 +258,12 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.Stages.ordered": lambda _: {"self": split(), "batch": torch.ones(2, 2)},
     "px.Stages.check": lambda _: {
         "self": split(), "batch": torch.ones(2, 2), "loss_fn": lambda output: output.sum()},
-    "px.torch_schedule_order": lambda _: {"name": "1F1B", "n_devices": 2, "n_microbatches": 2},
-    "px.TrainingRun.load": lambda to: {"directory": training(to).directory},
-    "px.TrainingRun.plot": lambda to: {"self": training(to)},
-    "px.TrainingRun.stop": lambda to: {"self": training(to)},
-    "px.TrainingRun.summary": lambda to: {"self": training(to)},
+    "px.torch_pipelining.torch_schedule_order": lambda _: {
+        "name": "1F1B", "n_devices": 2, "n_microbatches": 2},
+    "px.training.TrainingRun.load": lambda to: {"directory": training(to).directory},
+    "px.training.TrainingRun.plot": lambda to: {"self": training(to)},
+    "px.training.TrainingRun.stop": lambda to: {"self": training(to)},
+    "px.training.TrainingRun.summary": lambda to: {"self": training(to)},
     "px.train": lambda _: {
         "pipeline": pipeline(), "batches": [tuple(batch().values())], "n_steps": 1, "epochs": 1,
         "scheduler": None, "evaluation": [tuple(batch().values())], "evaluate_every": 1,
@@ -265,9 +272,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.validate": lambda _: short(),
     "px.annotate_torch_pipelining": lambda _: {},
     "px.watch_sync": lambda _: {"model": nn.Linear(2, 2), "group": None},
-    "px.scaled_learning_rate": lambda _: {
+    "px.data_parallel.scaled_learning_rate": lambda _: {
         "learning_rate": 0.1, "batch_size": 512, "reference_batch_size": 256, "rule": "sqrt"},
-    "px.sync_report": lambda _: {
+    "px.data_parallel.sync_report": lambda _: {
         "source": ps.simulate(graph(), ps.Costs(forward=1.0, backward=2.0))},
     "px.workers": lambda _: {
         "n": 2, "link": ps.Network(1e-6, 1e9), "launch": 1e-3},
@@ -285,7 +292,7 @@ def split() -> px.Stages:
 
 
 @cache
-def projection() -> px.Projection:
+def projection() -> Projection:
     sample = torch.ones(2, 2)
     return px.project(nn.Sequential(*stages()), sample, cluster(), n_steps=1, warm_up=0)
 
@@ -299,7 +306,7 @@ def _saved_checkpoint(path: Path) -> Path:
     return path if path.exists() else px.save_checkpoint(with_optimizers(), path)
 
 
-def _saved(path: Path, what: px.Profile | px.Projection | px.Validation) -> Path:
+def _saved(path: Path, what: Profile | Projection | Validation) -> Path:
     if not path.exists():
         what.save(path)
     return path
@@ -308,6 +315,6 @@ def _saved(path: Path, what: px.Profile | px.Projection | px.Validation) -> Path
 #: Whose calls take long, and are attacked with fewer values.
 SLOW = {
     "px.check_equivalent", "px.validate", "px.measure", "px.profile", "px.project", "px.Pipeline",
-    "px.Validation.save", "px.Profile.save", "px.Validation.figure", "px.TrainingRun.plot",
-    "px.train",
+    "px.validation.Validation.save", "px.profiling.Profile.save", "px.validation.Validation.figure",
+    "px.training.TrainingRun.plot", "px.train",
 }  # fmt: skip

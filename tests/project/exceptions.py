@@ -5,19 +5,23 @@ from __future__ import annotations
 _PLAIN = "a record of columns or numbers, made by the library; what takes it checks it"
 _INSIDE = "part of an engine, called with arrays that it made itself; its callers are attacked"
 _WORKER = "part of a device, called by the executor in its own threads"
+_DRAWN = "takes what the library made; other types raise Python's own error"
 _GROUP = "part of the protocol between processes, which all call alike; the pipeline is attacked"
 
 UNATTACKED: dict[str, str] = {
     "ps.Action": "a named tuple; what takes an order checks its actions",
-    "ps.AutogradOrders": _PLAIN,
+    "ps.analysis.AutogradOrders": _PLAIN,
+    "ps.calibration.Calibration": "GPU.fit makes it",
+    "ps.calibration.Calibration.network": _DRAWN,
+    "ps.calibration.Calibration.plot": _DRAWN,
     "ps.ClosedForm": "register checks it",
     "ps.ClosedForm.of": "NaN is its documented answer where a formula fails",
-    "ps.CostTable": _PLAIN,
-    "ps.Counts": "a named tuple; register checks it",
+    "ps.costs.CostTable": _PLAIN,
+    "ps.scheduling.Counts": "a named tuple; register checks it",
     "ps.Link.unchecked": "says what it is",
-    "ps.Empirical.quantile": _INSIDE,
-    "ps.LogNormal.quantile": _INSIDE,
-    "ps.Normal.quantile": _INSIDE,
+    "ps.simulation.Empirical.quantile": _INSIDE,
+    "ps.simulation.LogNormal.quantile": _INSIDE,
+    "ps.simulation.Normal.quantile": _INSIDE,
     "ps.Network.collective_links": _INSIDE,
     "ps.Network.resolve": _INSIDE,
     "ps.Network.resolve_host": _INSIDE,
@@ -30,29 +34,33 @@ UNATTACKED: dict[str, str] = {
     "ps.Noise.prepare": _INSIDE,
     "ps.Noise.slowed": _INSIDE,
     "ps.Op": "an enumeration: Python's ValueError names what is none",
-    "ps.Overlapped": "a named tuple; what takes an order checks its actions",
-    "ps.Routes": _PLAIN,
-    "ps.Scenarios": _PLAIN,
-    "ps.OptimizedSchedule": "optimize makes it",
-    "ps.Plan": "plan makes it",
-    "ps.PlanChoice": "choice makes it; what takes a configuration checks it",
-    "ps.Plans": "plan makes it",
+    "ps.scheduling.Overlapped": "a named tuple; what takes an order checks its actions",
+    "ps.network.Routes": _PLAIN,
+    "ps.simulation.Scenarios": _PLAIN,
+    "ps.planning.OptimizedSchedule": "optimize makes it",
+    "ps.planning.Plan": "plan makes it",
+    "ps.planning.PlanChoice": "choice makes it; what takes a configuration checks it",
+    "ps.planning.Plans": "plan makes it",
     "ps.Schedule": "not checked when it is made, so that a wrong one can be looked at; verify does",
-    "ps.Task": _PLAIN,
-    "ps.TaskCosts": "simulate checks it",
+    "ps.graph.Task": _PLAIN,
+    "ps.costs.TaskCosts": "simulate checks it",
     "ps.TaskGraph": "build is for users; verify checks what others make",
     "ps.TaskGraph.is_op": _INSIDE,
     "ps.TaskGraph.of_kinds": _INSIDE,
-    "ps.TrainerSettings": "read_megatron and read_torchtitan make it",
-    "ps.Tasks": "checked when it is wired",
+    "ps.planning.TrainerSettings": "read_megatron and read_torchtitan make it",
+    "ps.graph.Tasks": "checked when it is wired",
+    "ps.models.Kernel": "a named tuple; GPU.kernel_seconds checks it",
+    **{f"ps.plot.{name}": _DRAWN for name in (
+        "accuracy", "comparison_html", "graph_html", "overlay", "panels", "plan_front", "save",
+        "schedule_html", "timeline_html")},
     "ps.trace.lanes": _INSIDE,
     "ps.trace.names": _INSIDE,
     "ps.trace.nanoseconds": _INSIDE,
     "ps.trace.slice_event": _INSIDE,
     "ps.trace.write": _INSIDE,
     "px.EmbeddingStage.output_signature": "part of the executor, which asks every stage for it",
-    "px.Equivalence": "check_equivalent makes it",
-    "px.EvaluationResult": _PLAIN,
+    "px.validation.Equivalence": "check_equivalent makes it",
+    "px.executor.EvaluationResult": _PLAIN,
     **{f"px.Experts.{name}": "part of the executor, which runs a layer piece by piece" for name in (
         "combine", "compute", "like_output", "route")},
     "px.LRSchedulers.step": "arguments are torch's, and so are its errors",
@@ -62,22 +70,22 @@ UNATTACKED: dict[str, str] = {
     "px.GPipe.cuda": "is refused, whatever the arguments",
     "px.GPipe.to": "arguments are torch's, and so are its errors",
     "px.Pipeline.allocated": "needs a GPU; its arguments go where those of device_bytes go",
-    "px.Processes": "join makes it",
-    **{f"px.Processes.{name}": _GROUP for name in (
+    "px.distributed.Processes": "join makes it",
+    **{f"px.distributed.Processes.{name}": _GROUP for name in (
         "agree", "barrier", "blame", "break_connections", "channel", "check", "close", "fail",
         "gather", "group", "guard", "next_number", "open", "publish", "published", "share",
         "spread", "total")},
-    "px.Profile": _PLAIN,
-    "px.Projection": _PLAIN,
-    **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
+    "px.profiling.Profile": _PLAIN,
+    "px.projection.Projection": _PLAIN,
+    **{f"px.devices.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
         "abandon", "adopt", "await_link", "carry", "close", "from_host", "has_thread", "host",
         "mark", "rejoin", "stream", "synchronize", "to_host", "wait_for_host")},
-    "px.Slice": "slices makes it",
+    "px.devices.Slice": "slices makes it",
     "px.Stages": "split makes it",
-    "px.StepResult": _PLAIN,
-    "px.TrainingRun": "train makes it",
-    "px.Validation": _PLAIN,
-    "px.Worker": "workers makes it",
+    "px.executor.StepResult": _PLAIN,
+    "px.training.TrainingRun": "train makes it",
+    "px.validation.Validation": _PLAIN,
+    "px.devices.Worker": "workers makes it",
 }  # fmt: skip
 
 #: By callable and parameter: values that are accepted though no rule of `bad_values` allows them.
@@ -147,9 +155,9 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
         for name in ("on_step", "on_evaluation", "on_checkpoint")
     },
     ("px.train", "directory"): (("missing folder",), "its parents are made"),
-    ("px.Projection.save", "record"): (("{None: None}",), "JSON writes null"),
-    ("px.Profile.save", "record"): (("{None: None}",), "JSON writes null"),
-    ("px.Validation.save", "record"): (("{None: None}",), "JSON writes null"),
+    ("px.projection.Projection.save", "record"): (("{None: None}",), "JSON writes null"),
+    ("px.profiling.Profile.save", "record"): (("{None: None}",), "JSON writes null"),
+    ("px.validation.Validation.save", "record"): (("{None: None}",), "JSON writes null"),
 }
 #: Counts of work that is done as often as asked: nothing else is wrong with a large one.
 ENDLESS = frozenset({"n_steps", "warm_up", "repeat"})

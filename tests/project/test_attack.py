@@ -17,6 +17,7 @@ from bad_values import make_paths
 from command_lines import COMMANDS, attack_option, options, texts
 from command_lines import run as run_command
 from exceptions import ALLOWED, ENDLESS, UNATTACKED
+from public_names import public_values
 
 import pipeexec as px
 import pipeexec.cli
@@ -32,16 +33,14 @@ MAINS = {"pipesim": pipesim.cli.main, "pipeexec": pipeexec.cli.main}
 
 def public() -> Iterator[str]:
     """Yield the names of all public callables, methods included."""
-    for short, package in (("ps", ps), ("px", px)):
-        for name in package.__all__:
-            thing = getattr(package, name)
-            if inspect.ismodule(thing):
-                yield from (f"{short}.{name}.{attribute}" for attribute in thing.__all__
-                            if inspect.isroutine(getattr(thing, attribute)))  # fmt: skip
-                continue
-            yield f"{short}.{name}"
+    for name, thing in public_values():
+        if inspect.ismodule(thing):
+            yield from (f"{name}.{attribute}" for attribute in getattr(thing, "__all__", ())
+                        if inspect.isroutine(getattr(thing, attribute)))  # fmt: skip
+        elif inspect.isroutine(thing) or isinstance(thing, type):
+            yield name
             if inspect.isclass(thing):
-                yield from (f"{short}.{name}.{attribute}" for attribute in methods(thing))
+                yield from (f"{name}.{attribute}" for attribute in methods(thing))
 
 
 def methods(kind: type) -> Iterator[str]:

@@ -27,8 +27,10 @@ from small_pipelines import mse
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.training import TrainingRun
 from pipeexec.training.read_config import read_config
 from pipesim.errors import PipeError
+from pipesim.simulation import LogNormal
 from pipesim.sweeps.settings import cases, read_grid, run
 
 N_FLIPS = int(os.environ.get("FUZZ_EXAMPLES", "12"))
@@ -130,7 +132,7 @@ def written(name: str, save: Callable[[Path], object]) -> Callable[[Path], list[
 
 
 def timeline() -> ps.Timeline:
-    noise = ps.Noise(seed=1, task=ps.LogNormal(0.3), message=ps.LogNormal(0.3))
+    noise = ps.Noise(seed=1, task=LogNormal(0.3), message=LogNormal(0.3))
     return ps.simulate(ps.lower(SCHEDULE, rendezvous=True), COSTS, noise=noise)
 
 
@@ -255,7 +257,7 @@ KINDS = {
     ),
     "log of a training": Kind(
         written("log.csv", lambda path: path.write_text(LOG)),
-        lambda f: px.TrainingRun.load(f).table.to_csv(),
+        lambda f: TrainingRun.load(f).table.to_csv(),
         by_users=True,
     ),
     "trace of torch.profiler": Kind(

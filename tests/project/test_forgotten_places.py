@@ -23,6 +23,7 @@ from same_timelines import same
 import pipesim as ps
 from pipeexec.training import train_config
 from pipeexec.training.read_config import SECTIONS
+from pipesim.costs import Workload
 from pipesim.costs.rows import ROWS, STAGE_ROWS
 from pipesim.models.parallel import PARALLEL, SEARCHED, ParallelSettings
 from pipesim.sweeps.settings import FLAT, LOWERING, transformer_costs
@@ -78,7 +79,7 @@ CHANGES: dict[str, Any] = {
     "skip_bytes": {(0, 2): 20.0},
     "network": ps.Network(latency=0.02, bandwidth=64, host=ps.HostLink(bandwidth=32)),
     "all_reduce": "tree",
-    "workload": ps.Workload(tokens=10, flops=100),
+    "workload": Workload(tokens=10, flops=100),
     "memory_reserve": 0.2,
     "expert_replicas": 1,
     "segments": [[(0.5, 0.25, 0.25)] * 3] * 4,
@@ -278,7 +279,7 @@ def test_costs_know_each_setting_of_parallel(name: str) -> None:
     assert ps.Costs.from_dict(costs.to_dict()).rebuilt(network=costs.network) == costs
     table = {**vars(EXPERTS), "microbatch_size": 1, "gpu": "h100_sxm", "layers_per_stage": [2, 2]}
     settings = {"transformer": {**table, **chosen}, "network": costs.network.to_dict()}
-    assert transformer_costs(settings, ps.linear(2)) == costs
+    assert transformer_costs(settings, ps.Placement.linear(2)) == costs
     assert name == "recompute" or FLAT[name] == ("costs", "transformer", name)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.projection import Projection
+from pipeexec.training import TrainingRun
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "kept_files.tar.gz"
 
@@ -84,7 +86,7 @@ def test_checkpoint(kept: Path, then: Any) -> None:
 
 def test_training(kept: Path, then: Any) -> None:
     """A training goes on from its checkpoint, with the losses of one that never stopped."""
-    assert list(px.TrainingRun.load(kept / "training").losses) == then["losses"][:4]
+    assert list(TrainingRun.load(kept / "training").losses) == then["losses"][:4]
     with pipeline() as model:
         run = px.train(
             model,
@@ -101,6 +103,6 @@ def test_runs_and_projections(kept: Path, then: Any) -> None:
     table = px.load_run(kept / "run").table
     assert json.loads(table.to_json(orient="split")) == then["table"]
     assert ps.Costs.load(kept / "profile_costs.json").forward
-    projection = px.Projection.load(kept / "projection")
+    projection = Projection.load(kept / "projection")
     step = projection.predict("1f1b", n_devices=2, n_microbatches=4)
     assert step.makespan == then["projected"]

@@ -17,6 +17,7 @@ from torch import nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import build_model, split
+from pipeexec.distributed import Processes
 from pipesim.cli import main
 
 README = (ROOT / "README.md").read_text()
@@ -70,7 +71,7 @@ def run(code: str, names: dict[str, Any]) -> None:
     exec(compile(code, "page.md", "exec"), names)  # noqa: S102 - our own text
 
 
-def joined(processes: px.Processes, code: str, folder: str) -> None:
+def joined(processes: Processes, code: str, folder: str) -> None:
     """Run a program that joins the other processes, which this one has done."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -10,7 +10,9 @@ import pytest
 
 import pipesim as ps
 from pipesim.cli import main
+from pipesim.costs import Workload
 from pipesim.errors import PipeError
+from pipesim.simulation import Empirical, Normal
 
 
 class Remedy(NamedTuple):
@@ -28,8 +30,9 @@ def _graph(**options: Any) -> ps.TaskGraph:
 COSTS = ps.Costs(forward=1, backward=2)
 SIZED = ps.Costs(forward=1, backward=2, activation_bytes=1)
 LLAMA = ps.Transformer.preset("llama3_8b")
-NOISE = ps.Noise(seed=0, device=ps.Normal(0.1))
-WORK = ps.Workload(tokens=1, flops=1e12)
+NOISE = ps.Noise(seed=0, device=Normal(0.1))
+WORK = Workload(tokens=1, flops=1e12)
+LINE = ps.Placement.linear(2)
 
 
 def _run() -> ps.Timeline:
@@ -69,7 +72,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "utilization without work": Remedy(
         lambda: _run().mfu(),
-        "give Costs(workload=ps.Workload(tokens=..., flops=...)), or mfu(workload=...)",
+        "give Costs(workload=ps.costs.Workload(tokens=..., flops=...)), or mfu(workload=...)",
         lambda: _run().mfu(WORK, peak_flops=1e15),
     ),
     "a comparison with another graph": Remedy(
@@ -141,18 +144,18 @@ REMEDIES: dict[str, Remedy] = {
         lambda: ps.GPU.preset("h100_sxm"),
     ),
     "noise of an objective": Remedy(
-        lambda: ps.optimize(ps.linear(2), 4, SIZED, objective="span", seconds=1, noise=NOISE,
+        lambda: ps.optimize(LINE, 4, SIZED, objective="span", seconds=1, noise=NOISE,
                             progress=False, split_backward=False),
         "leave out one of both",
-        lambda: (ps.optimize(ps.linear(2), 4, SIZED, objective="span", seconds=1,
+        lambda: (ps.optimize(LINE, 4, SIZED, objective="span", seconds=1,
                              progress=False, split_backward=False),
-                 ps.optimize(ps.linear(2), 4, SIZED, seconds=1, noise=NOISE, progress=False,
+                 ps.optimize(LINE, 4, SIZED, seconds=1, noise=NOISE, progress=False,
                              split_backward=False)),
     ),
     "samples that are no numbers": Remedy(
-        lambda: ps.Empirical("1, 2"),  # type: ignore[arg-type]
+        lambda: Empirical("1, 2"),  # type: ignore[arg-type]
         "give a list of them",
-        lambda: ps.Empirical([1.0, 2.0]),
+        lambda: Empirical([1.0, 2.0]),
     ),
     "replicas without steps": Remedy(
         lambda: ps.lower(ps.schedule("pipedream", 2, 8), n_replicas=2, step="none"),

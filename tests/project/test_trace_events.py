@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from case_choice import EVERY_CASE
 
-import pipeexec as px
 import pipesim as ps
+from pipeexec.data_parallel import sync_report
 from pipesim.errors import PipeError
 
 _NODE = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
@@ -43,7 +43,7 @@ BAD: list[Any] = [
 ]  # fmt: skip
 READERS: dict[str, Callable[[Path], object]] = {
     "from_chrome": ps.Timeline.from_chrome,
-    "sync_report": lambda path: str(px.sync_report(path)),
+    "sync_report": lambda path: str(sync_report(path)),
 }
 
 

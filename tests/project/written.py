@@ -9,6 +9,8 @@ import pandas as pd
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.profiling import Profile
+from pipeexec.projection import Projection
 from pipesim.plot.paper_figure import save as save_figure
 from pipesim.timeline import arrow_tables
 
@@ -55,10 +57,10 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "Layers.read": ps.Layers.read,
 }
 DIRECTORIES: dict[str, Callable[[Any], Any]] = {
-    "hta.save": lambda path: ps.hta.save(path, TIMELINE),
+    "hta.save": lambda path: ps.trace.hta.save(path, TIMELINE),
     "load_run": px.load_run,
     "read_checkpoint": px.read_checkpoint,
     "latest_checkpoint": px.latest_checkpoint,
-    "Profile.load": px.Profile.load,
-    "Projection.load": px.Projection.load,
+    "Profile.load": Profile.load,
+    "Projection.load": Projection.load,
 }

@@ -11,6 +11,7 @@ import pytest
 from places import BENCHMARKS
 
 import pipesim as ps
+from pipesim.costs import CostTable, TaskCosts
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -73,7 +74,7 @@ def packed_documents(seed: int, n_steps: int = 8) -> pd.DataFrame:
         seconds = 0.4 + head + 0.8 * attention[np.maximum(graph.microbatch, 0)]
         seconds = np.select([graph.op == ps.Op.F, graph.op == ps.Op.B], [seconds, 2.2 * seconds])
         seconds *= generator.lognormal(0, 0.02, len(graph))
-        table = ps.CostTable(
+        table = CostTable(
             duration=seconds,
             latency=np.where(compute, 0, 0.01),
             links=np.arange(len(graph))[:, None],
@@ -81,7 +82,7 @@ def packed_documents(seed: int, n_steps: int = 8) -> pd.DataFrame:
             launch=zeros,
             nbytes=zeros,
         )
-        timeline = ps.simulate(graph, ps.TaskCosts.of_tasks(table, None, zeros))
+        timeline = ps.simulate(graph, TaskCosts.of_tasks(table, None, zeros))
         columns = {"stage": graph.stage, "microbatch": graph.microbatch, "start": timeline.start}
         rows = pd.DataFrame({**columns, "duration": timeline.end - timeline.start})[compute]
         ops = [ps.Op(op).name for op in graph.op[compute]]

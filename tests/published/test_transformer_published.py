@@ -124,7 +124,7 @@ def interleaved(p: int, n_chunks: int, n_microbatches: int) -> ps.Schedule:
         pairs = zip(forward[warm_up:], backward, strict=False)
         steady = [action for pair in pairs for action in pair]
         orders.append(forward[:warm_up] + steady + backward[len(forward) - warm_up :])
-    return ps.Schedule.from_orders(orders, placement=ps.looped(p, n_chunks))
+    return ps.Schedule.from_orders(orders, placement=ps.Placement.looped(p, n_chunks))
 
 
 @pytest.mark.parametrize("name", TABLES["inputs"]["interleave"])

@@ -13,12 +13,13 @@ import numpy as np
 
 import pipesim as ps
 from pipesim import plot
+from pipesim.simulation import LogNormal, Normal
 
 plt.rcParams.update(plot.paper_style(columns=1, height=2.1))
 fig, ax = plt.subplots()
 schedule = ps.schedule("1f1b", n_devices=8, n_microbatches=16)
 costs = ps.Costs(forward=1e-2, backward=2e-2)
-noise = ps.Noise(device=ps.Normal(0.01), task=ps.LogNormal(0.03), seed=0)
+noise = ps.Noise(device=Normal(0.01), task=LogNormal(0.03), seed=0)
 for n_replicas in (1, 4, 16):
     graph = ps.lower(schedule, n_replicas=n_replicas)
     many = ps.simulate_many(graph, costs, noise, 200, progress=False)

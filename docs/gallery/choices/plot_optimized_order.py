@@ -17,7 +17,7 @@ plt.rcParams.update(plot.paper_style())
 costs = ps.Costs(
     forward=(2, 3, 3, 5), input_grad=(3, 2, 3, 2), weight_grad=(1, 2, 2, 2), activation_bytes=1
 )
-order = ps.optimize(ps.linear(4), 8, costs, memory_limit=4, seconds=5, progress=False)
+order = ps.optimize(ps.Placement.linear(4), 8, costs, memory_limit=4, seconds=5, progress=False)
 names = {"1F1B": ps.schedule("1f1b", 4, 8), "ZB-H1": ps.schedule("zb_h1", 4, 8), "Optimized": order}
 panels = {}
 for title, schedule in names.items():

@@ -16,6 +16,7 @@ import pandas as pd
 
 import pipesim as ps
 from pipesim import plot
+from pipesim.simulation import Normal
 
 plt.rcParams.update(plot.paper_style(columns=1, height=2.1))
 fig, ax = plt.subplots()
@@ -24,7 +25,7 @@ network = ps.Network(latency=1e-4, bandwidth=1e9)
 costs = ps.Costs(forward=5e-3, backward=10e-3, output_bytes=1e6, network=network)
 steps = {
     "longer backwards": ps.simulate(graph, costs.scaled(1.1, op="B")),
-    "varying tasks": ps.simulate(graph, costs, noise=ps.Noise(task=ps.Normal(0.1), seed=10)),
+    "varying tasks": ps.simulate(graph, costs, noise=ps.Noise(task=Normal(0.1), seed=10)),
     "slower links": ps.simulate(graph, replace(costs, network=network.scaled(bandwidth=0.5))),
     "slow host": ps.simulate(graph, replace(costs, launch=9e-4)),
 }

@@ -11,11 +11,12 @@ import matplotlib.pyplot as plt
 
 import pipesim as ps
 from pipesim import plot
+from pipesim.simulation import Normal
 
 plt.rcParams.update(plot.paper_style())
 graph = ps.lower(ps.schedule("1f1b", n_devices=4, n_microbatches=8), step="none")
 costs = ps.Costs(forward=1, backward=2)
-noise = ps.Noise(task=ps.Normal(0.02), slow_devices={1: 1.25}, seed=0)
+noise = ps.Noise(task=Normal(0.02), slow_devices={1: 1.25}, seed=0)
 step = ps.simulate(graph, costs, noise=noise)  # in place of a measured one
 usual = ps.Costs.from_timeline(step).scaled(1 / 1.25, stage=1)
 without = ps.simulate(graph, usual)

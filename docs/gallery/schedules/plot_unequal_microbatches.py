@@ -23,7 +23,7 @@ orders = {
     "As they come": schedule,
     "Short ones first": schedule.with_microbatch_order(np.argsort(lengths[0])),
     "Longest ready one": ps.order_by(
-        ps.linear(3), 6, costs, priority="longest_first", split_backward=False
+        ps.Placement.linear(3), 6, costs, priority="longest_first", split_backward=False
     ),
 }
 panels = {}

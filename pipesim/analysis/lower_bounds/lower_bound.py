@@ -106,7 +106,7 @@ def lower_bound(
 
     >>> import pipesim as ps
     >>> costs = ps.Costs(forward=1, backward=2)
-    >>> ps.lower_bound(ps.linear(4), 8, costs)
+    >>> ps.lower_bound(ps.Placement.linear(4), 8, costs)
     33.0
     >>> ps.simulate(ps.lower(ps.schedule("1f1b", 4, 8)), costs).makespan
     33.0

@@ -190,7 +190,7 @@ def to_html(
 
     See Also
     --------
-    pipesim.widget : Show the page in a notebook, linked to Python.
+    pipesim.plot.widget : Show the page in a notebook, linked to Python.
     pipesim.Timeline.to_html : Write a page of one timeline.
     pipesim.compare : Compare timelines in a table.
     pipesim.Timeline.plot : Draw a figure for a paper.
@@ -202,7 +202,7 @@ def to_html(
     >>> graph = ps.lower(ps.schedule("gpipe", 2, 2))
     >>> fast, slow = (ps.simulate(graph, ps.Costs(1, backward)) for backward in (2, 3))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     ps.to_html(f"{folder}/steps.html", {"fast": fast, "slow": slow})
+    ...     ps.plot.to_html(f"{folder}/steps.html", {"fast": fast, "slow": slow})
     ...     [path.name for path in pathlib.Path(folder).iterdir()]
     ['steps.html']
     """
@@ -219,7 +219,7 @@ def item_to_html(
     layout: str = "stack",
     microbatches: Iterable[int] = (),
 ) -> None:
-    """Write an interactive page of this object alone; see `pipesim.to_html`.
+    """Write an interactive page of this object alone; see `pipesim.plot.to_html`.
 
     Parameters
     ----------

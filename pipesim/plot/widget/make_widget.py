@@ -31,7 +31,7 @@ def widget(
     what is selected in the page as tables. `TimelineWidget.show` and `TimelineWidget.append` update
     the page, during a training too::
 
-        view = ps.widget(timeline, layout="steps")
+        view = ps.plot.widget(timeline, layout="steps")
         view  # the last line of a cell shows it
         for batch in batches:
             view.append(pipeline.step(*batch).timeline)
@@ -55,14 +55,14 @@ def widget(
 
     See Also
     --------
-    pipesim.to_html : Write the page to a file.
+    pipesim.plot.to_html : Write the page to a file.
     pipesim.Timeline.plot : Draw a figure for a paper.
 
     Examples
     --------
     >>> import pipesim as ps
     >>> timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), ps.Costs(1, 2))
-    >>> view = ps.widget(timeline, height=300)
+    >>> view = ps.plot.widget(timeline, height=300)
     >>> view
     <TimelineWidget gpipe>
     >>> len(view.selected_tasks())  # none until someone selects in the page

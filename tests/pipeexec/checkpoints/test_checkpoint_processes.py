@@ -18,6 +18,7 @@ from torch import nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.checkpoints import save
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError, CheckpointError
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ def network(seed: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(16, 16))
 
 
-def in_process(processes: px.Processes, seed: int, n_replicas: int = 1) -> px.Pipeline:
+def in_process(processes: Processes, seed: int, n_replicas: int = 1) -> px.Pipeline:
     """Return the pipeline of a rank: a stage each, or a replica each."""
     stages: list[nn.Module | None] = list(cut(network(seed), [2, 2]))
     graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=n_replicas)
@@ -56,7 +57,7 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-def saved_and_resumed(processes: px.Processes, folder: str) -> list[Any]:
+def saved_and_resumed(processes: Processes, folder: str) -> list[Any]:
     """Save after two steps; resume in a new pipeline, and load a checkpoint of one process."""
     path = Path(folder)
 
@@ -112,7 +113,7 @@ def test_two_processes_and_one(two_ranks: Ranks, tmp_path: Path) -> None:
     assert str(one["optimizer"]) == str(two["optimizer"])
 
 
-def tied_pipeline(n: int, processes: px.Processes | None = None) -> px.Pipeline:
+def tied_pipeline(n: int, processes: Processes | None = None) -> px.Pipeline:
     """Return the pipeline of a model whose head is its embedding."""
     torch.manual_seed(processes is None)
     only = None if processes is None else [processes.rank]
@@ -128,7 +129,7 @@ def word_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def tied_saved(processes: px.Processes, folder: str) -> list[Any]:
+def tied_saved(processes: Processes, folder: str) -> list[Any]:
     """Save a tied model after two steps; return later losses, and the error of an untied state."""
 
     def train(n: int) -> list[float]:
@@ -158,7 +159,7 @@ def test_tied_copies_of_two_processes(two_ranks: Ranks, tmp_path: Path) -> None:
     assert torch.equal(state["words.weight"], state["head.weight"])
 
 
-def replicas(processes: px.Processes, folder: str) -> list[Any]:
+def replicas(processes: Processes, folder: str) -> list[Any]:
     """Save a pipeline with a replica in each process; return states, and the files written here."""
     written: list[str] = []
 
@@ -195,7 +196,7 @@ def test_replicas_write_each_tensor_once(two_ranks: Ranks, tmp_path: Path) -> No
     assert len(list((tmp_path / "x" / "model").glob("*.safetensors"))) == 2
 
 
-def refused(processes: px.Processes, folder: str) -> list[str]:
+def refused(processes: Processes, folder: str) -> list[str]:
     """Return the errors of calls that fail in one process, or in all."""
     texts, path = [], Path(folder)
     with in_process(processes, 0) as p:
@@ -240,7 +241,7 @@ def test_errors_stop_all_processes(two_ranks: Ranks, tmp_path: Path) -> None:
     assert texts[1].startswith("PeerError: rank ")
 
 
-def embedding_of_ranks(processes: px.Processes, folder: str) -> list[Any]:
+def embedding_of_ranks(processes: Processes, folder: str) -> list[Any]:
     """Train an embedding whose rows are spread over two processes, save and resume."""
     graph, path = lowered("looped_bfs", 1, 2), Path(folder) / "x"
     p, _ = build_pipeline(processes, graph, adam)

@@ -17,6 +17,7 @@ import torch
 import pipeexec as px
 import pipesim as ps
 from pipeexec.cli import main
+from pipeexec.profiling import Profile
 from pipeexec.run_directory import read_record
 from pipesim.errors import ArgumentError
 from pipesim.utils.command_line import MOST_LINES
@@ -177,7 +178,7 @@ def test_profile_show_and_validate_with_its_costs(
         assert "error of each operation and stage" in out
         assert "costs (ms" not in out
         run = px.load_run(tmp_path / name)
-        assert run.costs == px.Profile.load(path).costs
+        assert run.costs == Profile.load(path).costs
         record = read_record(tmp_path / name)
         assert (record["repeat"], record["costs"]) == (2, str(file))
         assert main(["show", str(tmp_path / name)]) == 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError, ExecutionError
 
 
@@ -110,7 +111,7 @@ def _replica(
     return ddp, optimizer, _Recorder(ddp, optimizer).events
 
 
-def _published_case(_: px.Processes, n_steps: int) -> list[str]:
+def _published_case(_: Processes, n_steps: int) -> list[str]:
     ddp, optimizer, events = _replica(dense(2))
     _run(px.GradientAccumulation(ddp, optimizer, n_steps), _parts(*[2] * n_steps))
     return events
@@ -126,7 +127,7 @@ def test_ddp_runs_the_published_steps(two_ranks: Ranks, n_steps: int) -> None:
 
 
 def _replicas_case(
-    processes: px.Processes, sizes: list[list[int]], n_steps: int, weighted: bool
+    processes: Processes, sizes: list[list[int]], n_steps: int, weighted: bool
 ) -> None:
     """Train two replicas; a batch that is left over is flushed."""
     model = dense(2)
@@ -213,7 +214,7 @@ class _Failing(nn.Module):
 
 
 def _failure_case(
-    _: px.Processes | None,
+    _: Processes | None,
     where: str,
     position: int,
     n_again: int,

@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.data_parallel import scaled_learning_rate
+from pipeexec.distributed import Processes
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 from pipesim.errors import ArgumentError, BatchNormWarning, ExecutionError
 
@@ -70,7 +72,7 @@ def test_resumes_in_the_middle_bit_for_bit(position: int, weighted: bool) -> Non
     _interrupted(make, _parts(5, 1, 3, 2, 2, 4), position, weighted)
 
 
-def _resume_case(processes: px.Processes, position: int) -> dict[str, Any]:
+def _resume_case(processes: Processes, position: int) -> dict[str, Any]:
     """Resume two replicas with a batch norm, whose buffers DDP broadcasts."""
 
     def make() -> tuple[px.GradientAccumulation, dict[str, Any]]:
@@ -170,7 +172,7 @@ def _two_losses(
                 accumulation.backward(loss)
 
 
-def _losses_case(processes: px.Processes | None, unused: bool = False) -> None:
+def _losses_case(processes: Processes | None, unused: bool = False) -> None:
     torch.manual_seed(0)
     model = _TwoHeads()
     expected = copy.deepcopy(model)
@@ -207,7 +209,7 @@ def test_several_losses_are_reduced_once_a_batch(two_ranks: Ranks, unused: bool)
     two_ranks.run(_losses_case, unused=unused)
 
 
-def _early_head_case(processes: px.Processes) -> list[Tensor]:
+def _early_head_case(processes: Processes) -> list[Tensor]:
     """Use a parameter in the first micro-batch alone, with ``find_unused_parameters``."""
     torch.manual_seed(0)
     ddp, optimizer, _ = _replica(_TwoHeads(), find_unused_parameters=True)
@@ -356,8 +358,8 @@ def test_pipelines_name_batch_norms_too() -> None:
 
 @pytest.mark.parametrize(("rule", "expected"), [("linear", 1.6), ("sqrt", 0.4), ("none", 0.1)])
 def test_learning_rates_are_scaled_by_a_named_rule(rule: Any, expected: float) -> None:
-    assert px.scaled_learning_rate(0.1, 4096, 256, rule=rule) == pytest.approx(expected)
+    assert scaled_learning_rate(0.1, 4096, 256, rule=rule) == pytest.approx(expected)
     with pytest.raises(ArgumentError, match="unknown rule 'cubic'"):
-        px.scaled_learning_rate(0.1, 4096, 256, rule="cubic")  # type: ignore[arg-type]
+        scaled_learning_rate(0.1, 4096, 256, rule="cubic")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="learning_rate must be a finite number"):
-        px.scaled_learning_rate(-0.1, 4096, 256, rule=rule)
+        scaled_learning_rate(-0.1, 4096, 256, rule=rule)

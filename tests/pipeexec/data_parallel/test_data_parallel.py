@@ -28,6 +28,7 @@ from pipeexec.demo_models.data import replica_batches, replicas_of
 from pipeexec.demo_models.registry import build_model
 from pipeexec.devices.make_devices import CpuDevice
 from pipeexec.devices.streams import Stream
+from pipeexec.distributed import Processes
 from pipeexec.executor import op_handlers
 from pipeexec.executor.gradient_sync import reduce_gradients
 from pipeexec.executor.planned_task import Handler, PlannedTask
@@ -309,7 +310,7 @@ def test_a_failed_step_keeps_the_gradients_of_earlier_ones(mode: Any) -> None:
 
 
 def _steps(
-    processes: px.Processes,
+    processes: Processes,
     schedule: str,
     n_stages: int,
     n_replicas: int,
@@ -437,7 +438,7 @@ def _held(pipeline: px.Pipeline, x: Tensor, y: Tensor) -> list[list[int]]:
             (pipeline.held_bytes, pipeline.device_bytes, pipeline.left_bytes)]  # fmt: skip
 
 
-def _held_in_a_rank(processes: px.Processes) -> dict[str, Any]:
+def _held_in_a_rank(processes: Processes) -> dict[str, Any]:
     graph = lowered("zb_h1", 2, 2, hosts="per_device")
     x, y = data(6)
     stages = layers(2)
@@ -492,7 +493,7 @@ def arguments(command: str, name: str, folder: str, more: str = "") -> list[str]
     return [command, *shlex.split(f"{sizes} {rest}")]
 
 
-def command_line(processes: px.Processes, folder: str) -> list[int]:
+def command_line(processes: Processes, folder: str) -> list[int]:
     """Profile, train and validate; each command joins and leaves by itself."""
     modes = "--grad-sync every,last,bucketed --n-buckets 2"
     return [

@@ -16,8 +16,8 @@ from small_pipelines import Faulty, cut, data, dense, mse, pipeline, sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipeexec.stages.activations import ActivationCounter
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, StageError
@@ -95,7 +95,7 @@ def _batches(rank: int, m: int, step: int) -> tuple[Batch, Batch]:
 
 
 def _steps_case(
-    processes: px.Processes,
+    processes: Processes,
     model: str,
     schedule: str,
     lowered: dict[str, Any],
@@ -148,7 +148,7 @@ def test_two_replicas_are_one_model_with_both_batches(
     two_ranks.run(_steps_case, model=model, schedule=schedule, lowered=lowered, ddp=ddp)
 
 
-def _no_sync_case(processes: px.Processes, schedule: str, skipped: int) -> None:
+def _no_sync_case(processes: Processes, schedule: str, skipped: int) -> None:
     """Accumulate gradients over two steps, the first of which reduces one stage's or none."""
     graph = ps.lower(ps.schedule(schedule, n_devices=2, n_microbatches=4))
     stages, alone = _stages("dense"), _stages("dense")
@@ -173,7 +173,7 @@ def test_no_sync_leaves_gradients_for_a_later_step(
     two_ranks.run(_no_sync_case, schedule=schedule, skipped=skipped)
 
 
-def _buffers_case(processes: px.Processes, recompute: str) -> None:
+def _buffers_case(processes: Processes, recompute: str) -> None:
     """Change a buffer of one replica, which takes those of the other in its next forward."""
     graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4), recompute=recompute)
     stages = _stages("batch_norm")
@@ -188,7 +188,7 @@ def _buffers_case(processes: px.Processes, recompute: str) -> None:
             assert bool((mean < 1e2).all()) == (is_broadcast or processes.rank == 0)
 
 
-def _evaluation_case(processes: px.Processes) -> None:
+def _evaluation_case(processes: Processes) -> None:
     """Evaluate in one replica alone, with buffers of its own; then train together."""
     graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
     stages = _stages("batch_norm")
@@ -211,7 +211,7 @@ def test_evaluation_of_one_replica(two_ranks: Ranks) -> None:
     two_ranks.run(_evaluation_case)
 
 
-def _failure_case(processes: px.Processes, backward: int, schedule: str) -> None:
+def _failure_case(processes: Processes, backward: int, schedule: str) -> None:
     """Fail in a backward of every replica, then train."""
     graph = ps.lower(ps.schedule(schedule, n_devices=2, n_microbatches=4))
     stages, alone = _stages("dense"), _stages("dense")
@@ -238,7 +238,7 @@ def test_a_step_after_one_that_failed(two_ranks: Ranks, backward: int, schedule:
     two_ranks.run(_failure_case, backward=backward, schedule=schedule)
 
 
-def _refusals_case(processes: px.Processes) -> None:
+def _refusals_case(processes: Processes) -> None:
     graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
     one, two = groups()
     layer = nn.Linear(16, 16)
@@ -269,7 +269,7 @@ def test_buffers_are_those_of_the_first_replica(two_ranks: Ranks, recompute: str
     two_ranks.run(_buffers_case, recompute=recompute)
 
 
-def _names_case(processes: px.Processes) -> None:
+def _names_case(processes: Processes) -> None:
     graph = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
     names: list[list[str]] = []
 

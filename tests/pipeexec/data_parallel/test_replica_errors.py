@@ -20,12 +20,13 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
 
 def make(
-    processes: px.Processes,
+    processes: Processes,
     stages: Any = None,
     n_own: int = 2,
     **lowering: Any,
@@ -36,16 +37,16 @@ def make(
     return px.Pipeline(stages, graph, ["cpu"] * n_own, mse, processes=processes)
 
 
-def stage_of_a_replica_missing(processes: px.Processes) -> None:
+def stage_of_a_replica_missing(processes: Processes) -> None:
     stages = list(cut(dense(2), [1, 1]))
     make(processes, [stages[0], None if processes.rank else stages[1]])
 
 
-def too_few_devices(processes: px.Processes) -> None:
+def too_few_devices(processes: Processes) -> None:
     make(processes, n_own=2 - processes.rank)
 
 
-def other_weights(processes: px.Processes) -> None:
+def other_weights(processes: Processes) -> None:
     stages = list(cut(dense(2), [1, 1]))
     if processes.rank:
         with torch.no_grad():
@@ -53,24 +54,24 @@ def other_weights(processes: px.Processes) -> None:
     make(processes, stages)
 
 
-def other_batch_later(processes: px.Processes) -> None:
+def other_batch_later(processes: Processes) -> None:
     with make(processes) as subject:
         subject.step(*data(8))
         subject.step(*data(8 - 2 * processes.rank))
 
 
-def too_few_samples(processes: px.Processes) -> None:
+def too_few_samples(processes: Processes) -> None:
     with make(processes) as subject:
         subject.step(*data(2 - processes.rank))
 
 
-def batch_of_another_replica(processes: px.Processes) -> None:
+def batch_of_another_replica(processes: Processes) -> None:
     """Rank 0 has the first stages, rank 1 the last: both are given the batch of all."""
     with make(processes, layout="stage_major") as subject:
         subject.step(*data(8 - processes.rank))
 
 
-def optimizer_sharded(processes: px.Processes) -> None:
+def optimizer_sharded(processes: Processes) -> None:
     make(processes, shard_optimizer=True)
 
 
@@ -83,7 +84,7 @@ class Raising(nn.Linear):
         return super().forward(x)
 
 
-def stage_of_a_replica_raises(processes: px.Processes) -> None:
+def stage_of_a_replica_raises(processes: Processes) -> None:
     torch.manual_seed(0)
     with make(processes, [nn.Linear(16, 16), Raising(16, 16)]) as subject:
         subject.step(*data(8))
@@ -92,23 +93,23 @@ def stage_of_a_replica_raises(processes: px.Processes) -> None:
 # With an embedding
 
 
-def no_embedding(processes: px.Processes) -> None:
+def no_embedding(processes: Processes) -> None:
     make(processes, sharded=[0])
 
 
-def embedding_of_one_process(processes: px.Processes) -> None:
+def embedding_of_one_process(processes: Processes) -> None:
     groups = [processes.group([rank], key="alone") for rank in range(2)]
     stage = px.EmbeddingStage(px.ShardedEmbedding(16, 16, groups[processes.rank]))
     make(processes, [stage, nn.Linear(16, 16)], sharded=[0])
 
 
-def replicas_of_an_embedding_in_one_process(processes: px.Processes) -> None:
+def replicas_of_an_embedding_in_one_process(processes: Processes) -> None:
     stage = px.EmbeddingStage(px.ShardedEmbedding(16, 16, processes))
     modules = [None, nn.Linear(16, 16)] if processes.rank else [stage, None]
     make(processes, modules, sharded=[0], layout="stage_major")
 
 
-def key_out_of_range(processes: px.Processes) -> None:
+def key_out_of_range(processes: Processes) -> None:
     """In rank 1, in the second step: nothing of its keys is sent."""
     pipeline, _ = build_pipeline(processes, lowered("looped_bfs", 1, 2), None)
     inputs, targets = share(processes, pipeline.graph)
@@ -124,7 +125,7 @@ def key_out_of_range(processes: px.Processes) -> None:
                 assert not sent.called
 
 
-def key_that_a_stage_makes(processes: px.Processes) -> None:
+def key_that_a_stage_makes(processes: Processes) -> None:
     """Known when it comes to the embedding."""
     pipeline, _ = build_pipeline(processes, lowered("gpipe", 3, 3), None)
     inputs, targets = share(processes, pipeline.graph)
@@ -140,7 +141,7 @@ _KEY = (
 )
 _MADE = r"Error: rank 1, step 0: 1ALL_TO_ALL1\.counts failed \(device 4, stage 1, micro-batch 1\): "
 #: What each rank's error must be.
-REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
+REFUSED: dict[Callable[[Processes], None], tuple[str, str]] = {
     stage_of_a_replica_missing: (f"PeerError: rank 1 stopped: {_STAGE}", _STAGE),
     too_few_devices: ("ArgumentError: the graph has 4 devices, got 3: .*'rank 1: cpu:0'",
                       "ArgumentError: the graph has 4 devices, got 3: .*'rank 0: cpu:1'"),
@@ -183,7 +184,7 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
 def test_every_process_says_what_is_wrong_at_once(
-    case: Callable[[px.Processes], None], two_ranks: Ranks
+    case: Callable[[Processes], None], two_ranks: Ranks
 ) -> None:
     messages = errors_of(case, two_ranks)
     assert_errors(messages, REFUSED[case])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.data_parallel.stage_shards import StageShards, check_shardable, flatten
+from pipeexec.distributed import Processes
 from pipeexec.executor import sharding
 from pipesim.errors import ArgumentError
 
@@ -100,7 +101,7 @@ def lowered(
 
 
 def pipeline_of(
-    processes: px.Processes, graph: ps.TaskGraph, name: str, **options: Any
+    processes: Processes, graph: ps.TaskGraph, name: str, **options: Any
 ) -> tuple[px.Pipeline, int]:
     """Return the pipeline of this rank, with one device, and the number of its replica."""
     n = graph.n_stages
@@ -115,7 +116,7 @@ def pipeline_of(
 
 
 def train(
-    processes: px.Processes,
+    processes: Processes,
     name: str,
     layout: list[Any],
     options: dict[str, Any],
@@ -221,7 +222,7 @@ def test_clipping_by_the_norm_of_all_shares(two_ranks: Ranks, options: dict[str,
 
 
 def state_in_a_rank(
-    processes: px.Processes, options: dict[str, Any], folder: str, name: str
+    processes: Processes, options: dict[str, Any], folder: str, name: str
 ) -> dict[str, Any]:
     """Train, save, train on; then load into pipelines with and without shares, and train on."""
     layout: list[Any] = ["interleaved_1f1b", 1, 2, 2]
@@ -274,7 +275,7 @@ def test_state_is_that_of_whole_parameters(
                 assert shape == (() if name_ == "step" else tuple(own[key].shape))
 
 
-def preserved_in_a_rank(processes: px.Processes, options: dict[str, Any]) -> list[bool]:
+def preserved_in_a_rank(processes: Processes, options: dict[str, Any]) -> list[bool]:
     graph = lowered("1f1b", 1, 1, 2, **options)
     x, y = (batch.chunk(2)[processes.rank] for batch in data(16))
     pipeline, _ = pipeline_of(processes, graph, "adam")
@@ -340,7 +341,7 @@ def test_graphs_of_other_shares() -> None:
         sharding.check_sharding(buckets, sharding.sharding_of(buckets))
 
 
-def accumulated_in_a_rank(processes: px.Processes) -> None:
+def accumulated_in_a_rank(processes: Processes) -> None:
     pipeline, _ = pipeline_of(processes, lowered("1f1b", 1, 1, 2, **ZERO_1), "sgd")
     x, y = (batch.chunk(2)[processes.rank] for batch in data(16))
     with pipeline, pytest.raises(ArgumentError, match="accumulate=True, but the replicas share"):
@@ -364,7 +365,7 @@ def test_replicas_of_one_process(options: dict[str, Any], what: str) -> None:
 # Memory
 
 
-def memory_in_a_rank(processes: px.Processes, options: dict[str, Any]) -> dict[str, Any]:
+def memory_in_a_rank(processes: Processes, options: dict[str, Any]) -> dict[str, Any]:
     """Return bytes of parameters and gradients, counted and by rule 10, and held activations."""
     layout: list[Any] = ["interleaved_1f1b", 1, 2, 2]
     graph = lowered(*layout, **options)
@@ -410,7 +411,7 @@ def test_bytes_are_those_of_rule_10(two_ranks: Ranks, options: dict[str, Any]) -
         assert max(rank["parameters"]) <= (sum(rank["nbytes"]) if gathers else 0)
 
 
-def reused_addresses_in_a_rank(processes: px.Processes) -> int:
+def reused_addresses_in_a_rank(processes: Processes) -> int:
     """Return how often tensors get the address of a parameter that had no memory before."""
     module, group = nn.Linear(4, 4), dist.group.WORLD
     assert group is not None
@@ -432,7 +433,7 @@ def test_no_tensor_gets_the_address_of_a_parameter(two_ranks: Ranks) -> None:
 # Measured costs
 
 
-def profile_in_a_rank(processes: px.Processes, options: dict[str, Any]) -> dict[str, Any]:
+def profile_in_a_rank(processes: Processes, options: dict[str, Any]) -> dict[str, Any]:
     layout: list[Any] = ["interleaved_1f1b", 1, 2, 2]
     graph = lowered(*layout, **options)
     x, y = (batch.chunk(2)[processes.rank] for batch in data(16))
@@ -507,7 +508,7 @@ def test_preserved_shares_and_gradients() -> None:
     assert shards.nbytes == 8 * 4 + 2 * 8
 
 
-def reduced_in_a_rank(processes: px.Processes) -> list[list[float] | None]:
+def reduced_in_a_rank(processes: Processes) -> list[list[float] | None]:
     """Reduce the gradients of a layer, whose weight rank 1 does not use, and whose bias both do."""
     shards = StageShards(
         nn.Linear(3, 2),

@@ -24,6 +24,7 @@ from torch.profiler import profile
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.data_parallel import sync_report
 from pipeexec.data_parallel.sync_rules import (
     CLEAR,
     STEP,
@@ -32,6 +33,7 @@ from pipeexec.data_parallel.sync_rules import (
     SyncReport,
     apply_rules,
 )
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError, ExecutionError, TimelineError
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -149,7 +151,7 @@ def _published(name: str) -> Loop:
     return lambda ddp, optimizer, parts: VARIANTS[name](ddp, optimizer, parts, K)
 
 
-def _by_hand(processes: px.Processes) -> Findings:
+def _by_hand(processes: Processes) -> Findings:
     """Reduce gradients without DDP, but for those of the last micro-step."""
     model = dense(2)
     optimizer = _sgd(model)
@@ -194,7 +196,7 @@ def _unused(
     return [(x.kind, list(x.micro_steps), x.parameters) for x in report.findings], str(report)
 
 
-def _unused_cases(_: px.Processes) -> list[Any]:
+def _unused_cases(_: Processes) -> list[Any]:
     return [
         _unused(["a", "b"]),
         _unused(["a"]),
@@ -221,7 +223,7 @@ def test_unused_parameters_are_the_cause(two_ranks: Ranks) -> None:
         assert "3 all-reduces" in texts[4]  # of all, and of the buckets of b, the first ones
 
 
-def _all_cases(processes: px.Processes) -> dict[str, Any]:
+def _all_cases(processes: Processes) -> dict[str, Any]:
     before = _patched()
     results: dict[str, Any] = {name: _judged(_published(name)) for name in PUBLISHED}
     results |= {name: _judged(loop) for name, (loop, _, _) in OTHERS.items()}
@@ -274,7 +276,7 @@ def test_a_trace_tells_the_same(tmp_path: Path) -> None:
         with px.watch_sync() as sync, profile() as profiled:
             VARIANTS[name](ddp, optimizer, parts, K)
         profiled.export_chrome_trace(path)
-        watched, traced = sync.report(), px.sync_report(path)
+        watched, traced = sync.report(), sync_report(path)
         assert _findings(watched) == expected
         actual = {kind: row[:2] for kind, row in _findings(traced).items()}
         assert actual == {kind: row[:2] for kind, row in expected.items()}
@@ -358,7 +360,7 @@ def test_kernels_of_a_gpu_say_what_overlaps(tmp_path: Path) -> None:
     add("Optimizer.step#SGD.step", 180, 190, "user_annotation")
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    report = px.sync_report(path)
+    report = sync_report(path)
     (finding,) = report.findings
     assert (finding.kind, finding.micro_steps, finding.nbytes) == ("added_to", (0,), 200.0)
     assert finding.seconds == pytest.approx(40e-6)
@@ -368,7 +370,7 @@ def test_kernels_of_a_gpu_say_what_overlaps(tmp_path: Path) -> None:
     events = [x for x in events if x["name"] != "DistributedDataParallel.forward"]
     path.write_text(json.dumps({"traceEvents": events}))
     with pytest.raises(TimelineError, match=r"has no range 'DistributedDataParallel.forward'"):
-        px.sync_report(path)
+        sync_report(path)
 
 
 @pytest.mark.parametrize("step", [None, 0.5])
@@ -380,7 +382,7 @@ def test_a_timeline_with_a_sum_a_micro_batch(step: float | None) -> None:
         mode: ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync=mode)
         for mode in ("every", "last")
     }
-    reports = {mode: px.sync_report(ps.simulate(graph, costs)) for mode, graph in graphs.items()}
+    reports = {mode: sync_report(ps.simulate(graph, costs)) for mode, graph in graphs.items()}
     assert reports["last"].findings == ()
     assert [x.model for x in reports["every"].findings] == ["stage 0 of 2 replicas"]
     text = str(reports["every"])
@@ -396,12 +398,12 @@ def test_a_timeline_with_a_sum_a_micro_batch(step: float | None) -> None:
     for schedule in (ps.schedule("gpipe", 2, 4), two_batches):  # of gpipe, micro-batch 0 is last
         for options in ({"grad_sync": "last"}, {"grad_sync": "bucketed", "n_buckets": 3}):
             graph = ps.lower(schedule, n_replicas=2, **options)  # type: ignore[arg-type]
-            assert px.sync_report(ps.simulate(graph, costs)).findings == ()
+            assert sync_report(ps.simulate(graph, costs)).findings == ()
     every = ps.lower(two_batches, n_replicas=2, grad_sync="every")
-    findings = px.sync_report(ps.simulate(every, costs)).findings
+    findings = sync_report(ps.simulate(every, costs)).findings
     assert {x.micro_steps for x in findings} == {(0, 1, 2, 4, 5, 6)}
     serial = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every", overlap=False)
-    report = px.sync_report(ps.simulate(serial, costs))
+    report = sync_report(ps.simulate(serial, costs))
     for finding in report.findings:
         assert finding.saved == pytest.approx(7.5)
     assert math.isclose(report.findings[0].saved, report.saved)
@@ -418,14 +420,14 @@ def test_a_timeline_of_replicas_that_differ_or_are_sharded_or_alone() -> None:
         "stage 0 is sharded: each row has one owner": ps.lower(gpipe, n_replicas=2, sharded=[0]),
     }
     for note, graph in notes.items():
-        report = px.sync_report(ps.simulate(graph, costs))
+        report = sync_report(ps.simulate(graph, costs))
         assert report.findings == ()
         assert f"note: {note}" in str(report)
     every = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every")
     timeline = ps.simulate(every, costs)
     end = timeline.end.copy()
     end[(every.op == ps.Op.REDUCE_GRAD) & (every.replica == 1) & (every.microbatch == 0)] += 0.5
-    findings = px.sync_report(replace(timeline, end=end)).findings
+    findings = sync_report(replace(timeline, end=end)).findings
     assert [x.model for x in findings] == [f"stage 0 of replica {k}" for k in range(2)]
 
 
@@ -454,9 +456,9 @@ def test_a_trace_that_is_missing(tmp_path: Path) -> None:
     """A file is suggested for its name, and not for its suffix alone."""
     (tmp_path / "container_info.json").touch()
     with pytest.raises(TimelineError, match=r"No such file or directory; check the path$"):
-        px.sync_report(tmp_path / "nope.json")
+        sync_report(tmp_path / "nope.json")
     with pytest.raises(TimelineError, match=r"did you mean 'container_info.json'"):
-        px.sync_report(tmp_path / "container-info.json")
+        sync_report(tmp_path / "container-info.json")
 
 
 #: Names of kernels of all-reduces in published traces; the last is of no known library.
@@ -517,7 +519,7 @@ def _all_reduces_on_gpu(
     add("Optimizer.step#SGD.step", "user_annotation", 30000, 50, tid=1)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    return px.sync_report(path)
+    return sync_report(path)
 
 
 @pytest.mark.parametrize(
@@ -560,14 +562,14 @@ def test_kernels_of_no_call_are_named(tmp_path: Path) -> None:
     """Where no kernel is of a call, the seconds are those of calls, and a note says both."""
     events = json.loads(_trace_with_an_early_kernel(tmp_path).read_text())["traceEvents"]
     assert len(events) > 20
-    report = px.sync_report(tmp_path / "trace.json")
+    report = sync_report(tmp_path / "trace.json")
     assert report.seconds == pytest.approx(10e-3)
     note = "1 kernel of communication, 7 ms in all, belong to no call that the trace shows"
     assert note in str(report)
     assert "not counted: ncclDevKernel_Generic" in str(report)
     events = [x for x in events if x["name"] not in (*KERNELS, "gemm")]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    report = px.sync_report(tmp_path / "trace.json")
+    report = sync_report(tmp_path / "trace.json")
     assert report.seconds == pytest.approx(100e-6)
     assert "does not tell when all-reduces ended; their seconds are those of the calls" in str(
         report

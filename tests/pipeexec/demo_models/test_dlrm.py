@@ -27,6 +27,7 @@ from pipeexec.demo_models.dlrm import (
     draw_keys,
     scaled_rows,
 )
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -47,7 +48,7 @@ def unsplit() -> UnsplitDLRM:
     return UnsplitDLRM(SMALL)
 
 
-def _step(processes: px.Processes) -> dict[str, Any]:
+def _step(processes: Processes) -> dict[str, Any]:
     """Run a step of this rank's replica; return what became of all weights."""
     whole = unsplit()
     embedding = px.ShardedEmbedding.from_full(list(whole.tables), processes)  # type: ignore[arg-type]

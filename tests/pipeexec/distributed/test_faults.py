@@ -33,8 +33,8 @@ from process_errors import make
 from ranks import Ranks, free_port, running
 from small_pipelines import data
 
-import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipeexec.distributed.flight_recorder import FlightRecorder
 from pipesim.errors import ArgumentError, ExecutionError
 
@@ -238,7 +238,7 @@ def test_no_room_for_notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 # Batches that differ
 
 
-def batches_of_several_lengths(processes: px.Processes) -> str:
+def batches_of_several_lengths(processes: Processes) -> str:
     with make(processes) as subject:
         try:
             subject.step(*data([8, 12][processes.rank]))

@@ -14,11 +14,12 @@ import pytest
 from ranks import Ranks, environment, free_port, run_to_end
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipeexec.distributed.store import LaunchEnvironment, listening_address
 from pipesim.errors import ArgumentError, ExecutionError
 
 
-def listening(_: px.Processes) -> list[str]:
+def listening(_: Processes) -> list[str]:
     """Return the addresses on which this process listens, as the kernel writes them."""
     own = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
     rows = [

@@ -36,7 +36,10 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.cli import main
 from pipeexec.demo_models.registry import build_model, split
+from pipeexec.distributed import Processes
 from pipeexec.distributed.process_clock import Alignment, ProcessClock
+from pipeexec.executor import StepResult
+from pipeexec.profiling import Profile
 from pipeexec.stages.module_call import OwnGenerator, task_seed
 from pipesim.ops import COLLECTIVES
 
@@ -190,7 +193,7 @@ ORDERS = {
 
 
 def train(
-    processes: px.Processes,
+    processes: Processes,
     model: str,
     schedule: str,
     p: int,
@@ -245,7 +248,7 @@ def tensors(modules: Mapping[int, nn.Module]) -> dict[str, dict[str, Any]]:
 
 
 def check_whole(
-    own: px.StepResult, whole: px.StepResult, processes: px.Processes, local: np.ndarray
+    own: StepResult, whole: StepResult, processes: Processes, local: np.ndarray
 ) -> None:
     """Check a gathered result, in the process that has it."""
     clocks = [Alignment(*row) for row in processes.share(processes.clock.alignment)]
@@ -419,7 +422,7 @@ def test_gradients_of_any_type_are_summed_over_processes(name: str, two_ranks: R
     check(two_ranks, "mixed", name, 2, 4, optimizer="sgd", n_steps=2)
 
 
-def other_graphs(processes: px.Processes) -> list[Any]:
+def other_graphs(processes: Processes) -> list[Any]:
     """Run one schedule after the other with the same stages; count what they hold."""
     stages: list[nn.Module | None] = list(cut(dense(2), [1, 1]))
     inputs, targets = data(8)
@@ -454,7 +457,7 @@ def test_other_graphs_on_the_same_stages(two_ranks: Ranks) -> None:
             assert all(a <= b <= a + 4 * 128 for a, b in zip(wanted, actual, strict=True))
 
 
-def late_clock(processes: px.Processes) -> list[float]:
+def late_clock(processes: Processes) -> list[float]:
     """Return when the devices began; the clock of rank 1 is told to be 100 s behind rank 0's."""
     graph = ps.lower(ps.schedule("gpipe", 2, 2), hosts="per_device")
     honest = ProcessClock.to_first
@@ -478,7 +481,7 @@ def test_times_of_all_processes_are_on_the_clock_of_the_first(two_ranks: Ranks) 
 # The command line
 
 
-def command_line(processes: px.Processes, folder: str) -> list[int]:
+def command_line(processes: Processes, folder: str) -> list[int]:
     """Profile, train and validate; each command joins and leaves by itself."""
     sizes = "--layers 2 --width 16 --heads 2 --sequence 16 --batch 8 --microbatches 4"
     common = shlex.split(f"{sizes} --steps 2 --warm-up 1 --results {folder}")
@@ -503,4 +506,4 @@ def test_every_command_runs_in_two_processes(two_ranks: Ranks, tmp_path: Path) -
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         *("timeline.csv", "timeline.png", "predicted.csv", "costs.json", "overlay.png"),
     }
-    assert px.Profile.load(tmp_path / "costs").fits is not None
+    assert Profile.load(tmp_path / "costs").fits is not None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import Ranks
 from torch import Tensor
 
-import pipeexec as px
+from pipeexec.distributed import Processes
 from pipeexec.distributed.channels import (
     _DTYPES,
     Channel,
@@ -149,7 +149,7 @@ def tensors() -> list[Tensor | None]:
     ]  # fmt: skip
 
 
-def exchange(processes: px.Processes, waits: bool) -> list[Any]:
+def exchange(processes: Processes, waits: bool) -> list[Any]:
     """Send every kind of tensor from rank 0 to rank 1, twice, and one message that differs."""
     values, cpu = tuple(tensors()), torch.device("cpu")
     agreed = signature([torch.zeros(3) if x is None else x for x in values])
@@ -227,7 +227,7 @@ def test_absent_tensors_are_marked(absent: tuple[int, ...]) -> None:
     assert all(after[(8, 12)[k]] == -1 for k in absent)
 
 
-def through_nccl(processes: px.Processes) -> list[Any]:
+def through_nccl(processes: Processes) -> list[Any]:
     """Send two messages over a channel for GPUs, with gloo in the place of NCCL."""
     values, cpu = tuple(tensors()), torch.device("cpu")
     agreed = signature([torch.zeros(3) if x is None else x for x in values])

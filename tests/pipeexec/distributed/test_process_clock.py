@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 
-import pipeexec as px
+from pipeexec.distributed import Processes
 from pipeexec.distributed.process_clock import _MOST_SAMPLES, ProcessClock
 
 seeds = st.integers(0, 1 << 16)
@@ -68,7 +68,7 @@ def test_a_clock_without_samples_is_rank_0s() -> None:
     assert first.to_first(12.5) == 12.5
 
 
-def compare(processes: px.Processes, n: int) -> dict[str, Any]:
+def compare(processes: Processes, n: int) -> dict[str, Any]:
     """Compare clocks so often; return the alignment, and how long the record gets."""
     before = processes.clock.alignment.n_samples
     for _ in range(n):

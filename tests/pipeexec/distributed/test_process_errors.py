@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cuda import CudaDevice
+from pipeexec.distributed import Processes
 from pipeexec.distributed.watchdog import Failure
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
@@ -53,28 +54,28 @@ class FailingStep(torch.optim.SGD):
         raise ValueError("no step")
 
 
-def other_graph(processes: px.Processes) -> None:
+def other_graph(processes: Processes) -> None:
     make(processes, ["gpipe", "1f1b"][processes.rank])
 
 
-def other_options_of_the_graph(processes: px.Processes) -> None:
+def other_options_of_the_graph(processes: Processes) -> None:
     make(processes, graph=ps.lower(ps.schedule("gpipe", 2, 4 + processes.rank)))
 
 
-def other_seed(processes: px.Processes) -> None:
+def other_seed(processes: Processes) -> None:
     torch.manual_seed(processes.rank)
     make(processes, stages=[nn.Tanh(), nn.Tanh()])
 
 
-def other_reduction(processes: px.Processes) -> None:
+def other_reduction(processes: Processes) -> None:
     make(processes, loss_reduction=["mean", "sum"][processes.rank])
 
 
-def other_optimizer(processes: px.Processes) -> None:
+def other_optimizer(processes: Processes) -> None:
     make(processes, optimizer=FailingStep if processes.rank else None)
 
 
-def other_weights(processes: px.Processes) -> None:
+def other_weights(processes: Processes) -> None:
     stages = list(cut(dense(2), [1, 1]))
     if processes.rank:
         with torch.no_grad():
@@ -82,11 +83,11 @@ def other_weights(processes: px.Processes) -> None:
     make(processes, "chimera", stages)
 
 
-def too_many_devices(processes: px.Processes) -> None:
+def too_many_devices(processes: Processes) -> None:
     make(processes, devices=["cpu", "cpu"])
 
 
-def one_gpu(processes: px.Processes) -> None:
+def one_gpu(processes: Processes) -> None:
     """As on a machine with two GPUs, of which both processes name the second."""
     with pytest.MonkeyPatch.context() as patch:
         properties = [SimpleNamespace(uuid=f"c0ffee-{k}") for k in range(2)]
@@ -95,54 +96,54 @@ def one_gpu(processes: px.Processes) -> None:
         make(processes, devices=["cuda:1"])
 
 
-def no_such_device(processes: px.Processes) -> None:
+def no_such_device(processes: Processes) -> None:
     make(processes, devices=["cpu" if processes.rank else "abacus"])
 
 
-def no_graph(processes: px.Processes) -> None:
+def no_graph(processes: Processes) -> None:
     make(processes, graph=ps.schedule("gpipe", 2, 4) if processes.rank else None)
 
 
-def stage_missing(processes: px.Processes) -> None:
+def stage_missing(processes: Processes) -> None:
     make(processes, stages=[None, nn.Linear(16, 16)])
 
 
-def deadlock(processes: px.Processes) -> None:
+def deadlock(processes: Processes) -> None:
     make(processes, graph=ps.lower(ps.schedule("1f1b", 2, 4), overlap=False))
 
 
-def inputs_missing(processes: px.Processes) -> None:
+def inputs_missing(processes: Processes) -> None:
     with make(processes) as subject:
         subject.step(None, data(8)[1])
 
 
-def targets_missing(processes: px.Processes) -> None:
+def targets_missing(processes: Processes) -> None:
     with make(processes) as subject:
         subject.step(data(8)[0], None)
 
 
-def too_few_samples(processes: px.Processes) -> None:
+def too_few_samples(processes: Processes) -> None:
     with make(processes) as subject:
         subject.step(*data(3))
 
 
-def no_tensor(processes: px.Processes) -> None:
+def no_tensor(processes: Processes) -> None:
     with make(processes, stages=[Untensor(), nn.Linear(16, 16)]) as subject:
         subject.step(*data(8))
 
 
-def no_zeros(processes: px.Processes) -> None:
+def no_zeros(processes: Processes) -> None:
     with make(processes, stages=[Picky(), nn.Linear(16, 16)]) as subject:
         subject.step(*data(8))
 
 
-def other_batch_later(processes: px.Processes) -> None:
+def other_batch_later(processes: Processes) -> None:
     with make(processes) as subject:
         subject.step(*data(8))
         subject.step(*data(12))
 
 
-def other_type_later(processes: px.Processes) -> None:
+def other_type_later(processes: Processes) -> None:
     stages = list(cut(dense(2), [1, 1]))
     with make(processes, stages=stages) as subject:
         subject.step(*data(8))
@@ -151,12 +152,12 @@ def other_type_later(processes: px.Processes) -> None:
         subject.step(data(8)[0].double(), data(8)[1])
 
 
-def loss_of_many_elements(processes: px.Processes) -> None:
+def loss_of_many_elements(processes: Processes) -> None:
     with make(processes, loss_fn=lambda output, target: output - target) as subject:
         subject.step(*data(8))
 
 
-def leaves_with_an_error(processes: px.Processes) -> None:
+def leaves_with_an_error(processes: Processes) -> None:
     with processes:
         if processes.rank:
             raise ValueError("of its own")
@@ -164,7 +165,7 @@ def leaves_with_an_error(processes: px.Processes) -> None:
 
 
 #: What each rank's error must be.
-REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
+REFUSED: dict[Callable[[Processes], None], tuple[str, str]] = {
     other_graph: (
         "ArgumentError: the task graph of rank 1 is .*checksum.*that of rank 0.*give every process",
     ) * 2,
@@ -220,14 +221,14 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
 def test_every_process_says_what_is_wrong_at_once(
-    case: Callable[[px.Processes], None], two_ranks: Ranks
+    case: Callable[[Processes], None], two_ranks: Ranks
 ) -> None:
     messages = errors_of(case, two_ranks)
     assert_errors(messages, REFUSED[case])
     assert not all(message.startswith("PeerError") for message, _ in messages)
 
 
-def closed_after_a_failure(processes: px.Processes) -> list[str]:
+def closed_after_a_failure(processes: Processes) -> list[str]:
     """Fail in an optimizer step, then try again."""
     messages = []
     with make(processes, optimizer=FailingStep) as subject:
@@ -246,7 +247,7 @@ def test_a_failed_step_closes_the_pipeline_in_every_process(two_ranks: Ranks) ->
         assert second.startswith("ExecutionError: the pipeline is closed"), second
 
 
-def late(processes: px.Processes, call: str) -> str:
+def late(processes: Processes, call: str) -> str:
     """Let rank 0 make a call that rank 1 does not make."""
     message = ""
     with make(processes) as subject:
@@ -280,7 +281,7 @@ def test_the_parts_of_a_loss_are_elsewhere(two_ranks: Ranks) -> None:
     assert second == ""
 
 
-def loss_where_it_is(processes: px.Processes) -> str:
+def loss_where_it_is(processes: Processes) -> str:
     with make(processes) as subject:
         result = subject.step(*data(8))
         try:
@@ -292,7 +293,7 @@ def loss_where_it_is(processes: px.Processes) -> str:
 # Calls of the processes
 
 
-def odd_calls(processes: px.Processes) -> list[str]:
+def odd_calls(processes: Processes) -> list[str]:
     """Return the errors of calls that are wrong in every process."""
     messages = [
         error_of(call)
@@ -355,7 +356,7 @@ def test_odd_calls(two_ranks: Ranks) -> None:
             assert bool(text) == bool(start), text
 
 
-def in_a_forked_child(processes: px.Processes) -> list[str]:
+def in_a_forked_child(processes: Processes) -> list[str]:
     """Return the errors of calls in a child, which shares the connections."""
     reader, writer = os.pipe()
     subject = make(processes)
@@ -398,7 +399,7 @@ def test_pipelines_with_a_wrong_timeout(timeout: Any) -> None:
         px.Pipeline(stages, graph, ["cpu"], mse, timeout=timeout)
 
 
-def apart(processes: px.Processes, uuids: list[list[str]]) -> list[str]:
+def apart(processes: Processes, uuids: list[list[str]]) -> list[str]:
     """Return the names of all devices, of GPUs with these UUIDs in each process."""
     own = uuids[processes.rank]
     with pytest.MonkeyPatch.context() as patch:
@@ -427,7 +428,7 @@ class Third(nn.Linear):
         return super().forward(x)
 
 
-def freed(processes: px.Processes) -> str:
+def freed(processes: Processes) -> str:
     """Return whether a pipeline whose step failed is freed without the cycle collector."""
     subject = make(processes, stages=[Third(16, 16), nn.Linear(16, 16)])
     reference = weakref.ref(subject)

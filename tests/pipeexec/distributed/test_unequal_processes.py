@@ -22,6 +22,7 @@ from unequal import (
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.errors import LossWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -40,7 +41,7 @@ def batches(m: int, n_shares: int = 1) -> list[tuple[Any, Any]]:
 
 
 def run_steps(
-    processes: px.Processes | None, stages: list[Any], graph: ps.TaskGraph, steps: list[Any]
+    processes: Processes | None, stages: list[Any], graph: ps.TaskGraph, steps: list[Any]
 ) -> dict[str, Any]:
     n_ranks = 1 if processes is None else processes.n_ranks
     devices = ["cpu"] * (graph.n_devices // n_ranks)
@@ -64,7 +65,7 @@ def run_steps(
     }
 
 
-def train(processes: px.Processes, name: str, p: int, m: int, options: Any) -> dict[str, Any]:
+def train(processes: Processes, name: str, p: int, m: int, options: Any) -> dict[str, Any]:
     graph = lowered(name, p, m, options)
     stages: list[nn.Module | None] = list(language_stages(graph.n_stages))
     steps = batches(m)
@@ -114,7 +115,7 @@ def test_four_processes_are_one(name: str, four_ranks: Ranks) -> None:
 # Replicas
 
 
-def replicas(processes: px.Processes, weigh: bool) -> Any:
+def replicas(processes: Processes, weigh: bool) -> Any:
     """Train replicas of two stages: ranks 0 and 1 have replica 0, or each has its own."""
     n_stages = processes.n_ranks // 2
     graph = ps.lower(ps.schedule("1f1b", n_stages, 2), n_replicas=2, layout="replica_major")
@@ -159,7 +160,7 @@ def test_replicas_in_one_process() -> None:
 # Errors
 
 
-def refused(processes: px.Processes, mistake: str) -> str:
+def refused(processes: Processes, mistake: str) -> str:
     graph = ps.lower(ps.schedule("1f1b", 2, 4))
     inputs, targets = tokens()
     plain = torch.zeros(4, 5, dtype=torch.int64)
@@ -198,7 +199,7 @@ def test_errors_in_processes(case: str, message: str, two_ranks: Ranks) -> None:
     assert any(re.search(re.escape(message), text) for text in texts), texts
 
 
-def means(processes: px.Processes) -> list[str]:
+def means(processes: Processes) -> list[str]:
     """Each replica has one length; they differ between replicas only."""
     import warnings
 

@@ -26,6 +26,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipeexec.embedding.stage import check_embedding
 from pipesim.errors import ArgumentError, StageError
 from pipesim.ops import EXCHANGES, Op
@@ -64,7 +65,7 @@ def unsplit(n_steps: int, bag: int, combiner: str | None) -> dict[str, Any]:
 
 
 def steps(
-    processes: px.Processes,
+    processes: Processes,
     schedule: str,
     n_devices: int,
     n_stages: int,
@@ -226,7 +227,7 @@ def test_gradients_add_up_without_an_optimizer(n_steps: int, once: str, two_rank
             torch.testing.assert_close(own, n_steps * its)
 
 
-def validated(processes: px.Processes, lowering: dict[str, Any]) -> dict[str, Any]:
+def validated(processes: Processes, lowering: dict[str, Any]) -> dict[str, Any]:
     """Predict and measure a step."""
     weights, bottom, top = model()
     graph = lowered("looped_bfs", 1, 2, **lowering)

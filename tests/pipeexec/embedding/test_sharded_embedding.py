@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipeexec.embedding.row_layout import RowLayout
 from pipesim import Keys
 from pipesim.costs.keys import PLACEMENTS, row_owners
@@ -47,7 +48,7 @@ def factors(shape: Sequence[int]) -> Tensor:
 # Against the modules of torch
 
 
-def learn(processes: px.Processes, n: int, case: dict[str, Any]) -> dict[str, Any] | None:
+def learn(processes: Processes, n: int, case: dict[str, Any]) -> dict[str, Any] | None:
     """Learn from this rank's keys; return what that gives."""
     group = processes.group(range(n), key="learn")
     if processes.rank >= n:
@@ -188,7 +189,7 @@ def _key(rows: int, step: int, padding: int | None) -> st.SearchStrategy[int]:
     return key if padding is None else st.one_of(key, st.just(padding))
 
 
-def learn_all(processes: px.Processes, path: str) -> list[Any]:
+def learn_all(processes: Processes, path: str) -> list[Any]:
     return [learn(processes, n, case) for n, case in torch.load(path)]
 
 
@@ -225,7 +226,7 @@ def check(n: int, case: dict[str, Any], results: list[dict[str, Any]]) -> None:
 # The article's example
 
 
-def article(processes: px.Processes) -> dict[str, Any]:
+def article(processes: Processes) -> dict[str, Any]:
     """Run the phases on rows that hold their key; the gradient of key k is 2**k, of rank 1 more."""
     keys = torch.tensor([[0, 1, 3, 5], [4, 5, 6, 7]][processes.rank])
     full = torch.arange(8.0)[:, None]
@@ -332,7 +333,7 @@ def test_addresses_of_more_rows_than_32_bits_count() -> None:
     assert addresses.tolist() == [[2_499_999_999, 2_500_000_005 + 2_500_000_003]]
 
 
-def initial(processes: px.Processes) -> list[Tensor]:
+def initial(processes: Processes) -> list[Tensor]:
     rows = []
     by_frequency = {"placement": "frequency", "counts": Keys.zipf([5000, 3], 100)}
     for n, options in ((1, {}), (2, {}), (3, {"placement": "hash"}), (4, by_frequency)):
@@ -364,7 +365,7 @@ def test_another_module_has_other_rows() -> None:
     assert not torch.isclose(first, second).any()
 
 
-def kept(processes: px.Processes) -> str:
+def kept(processes: Processes) -> str:
     module = px.ShardedEmbedding([9, 4], 2, processes)
     file = io.BytesIO()
     torch.save(module.state_dict(), file)

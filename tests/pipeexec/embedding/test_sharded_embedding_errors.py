@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ranks import Ranks, run_to_end
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipeexec.embedding import peers
 from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, PeerError, PipeError
 
@@ -78,7 +79,7 @@ def message(error: BaseException) -> list[str]:
     return [type(error).__name__, str(error)]
 
 
-def refused(processes: px.Processes) -> list[list[str]]:
+def refused(processes: Processes) -> list[list[str]]:
     """Let rank 1 have bad keys; the next exchange works."""
     messages = []
     for options, keys, _ in BAD_KEYS.values():
@@ -100,7 +101,7 @@ def test_the_others_learn_who_refused_its_keys(two_ranks: Ranks) -> None:
         assert wanted in error
 
 
-def disagree(processes: px.Processes) -> list[list[str]]:
+def disagree(processes: Processes) -> list[list[str]]:
     """Make modules that do not fit together; return the errors."""
     rank = processes.rank
     pair = processes.group(range(2), key="pair")
@@ -144,7 +145,7 @@ def test_processes_that_disagree_are_named(four_ranks: Ranks) -> None:
     four_ranks.close()
 
 
-def alone(processes: px.Processes) -> str:
+def alone(processes: Processes) -> str:
     """Let rank 0 wait for one that does not come, and then comes."""
     text = ""
     if processes.rank == 0:

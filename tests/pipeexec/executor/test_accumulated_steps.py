@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
+from pipeexec.executor import StepResult
 from pipesim.errors import ArgumentError, ArgumentTypeError, StageError
 from pipesim.ops import Op
 
@@ -53,7 +55,7 @@ def at_once(loss_fn: Any) -> nn.Sequential:
     return model
 
 
-def train(subject: px.Pipeline) -> list[px.StepResult]:
+def train(subject: px.Pipeline) -> list[StepResult]:
     return [
         subject.step(*batch, accumulate=k + 1 < len(batches))
         for batches in rounds()
@@ -141,7 +143,7 @@ def test_what_cannot_accumulate() -> None:
         subject.step(*batch, accumulate=True)
 
 
-def over_processes(processes: px.Processes, name: str) -> list[Tensor]:
+def over_processes(processes: Processes, name: str) -> list[Tensor]:
     """Train the stage of this process; return its parameters."""
     loss_fn, reduction = LOSSES[name]
     model: list[Any] = list(cut(dense(2), [1, 1]))

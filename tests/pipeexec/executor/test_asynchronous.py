@@ -33,7 +33,7 @@ from pipesim.ops import Op
 CHIMERA = orders(
     "0F0 0F1 1F2 1B2 1F3 1B3 0B0 0B1",
     "0F2 0F3 1F0 1B0 1F1 1B1 0B2 0B3",
-    placement=ps.bidirectional(2),
+    placement=ps.Placement.bidirectional(2),
 )
 
 

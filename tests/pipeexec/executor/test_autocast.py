@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.thread_settings import one_thread
+from pipeexec.distributed import Processes
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
@@ -129,7 +130,7 @@ def test_a_split_model_under_autocast(schedule: str) -> None:
         assert torch.equal(own[name].grad, p.grad), name
 
 
-def _in_process(processes: px.Processes, schedule: str) -> tuple[Tensor, list[Tensor], float]:
+def _in_process(processes: Processes, schedule: str) -> tuple[Tensor, list[Tensor], float]:
     stages: list[nn.Module | None] = list(cut(blocks(), [2, 2]))
     stages[1 - processes.rank] = None
     graph = lowered(schedule, 2, N_MICROBATCHES)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError, CheckpointError, PipeError, StageError
 
 pytestmark = [
@@ -286,7 +287,7 @@ def test_the_message_of_a_checkpoint(name: str, saved: Path, tmp_path: Path) -> 
         assert all(torch.equal(x, before[name]) for name, x in subject.state_dict().items())
 
 
-def _dict_case(processes: px.Processes) -> str:
+def _dict_case(processes: Processes) -> str:
     stages: list[nn.Module | None] = [Named(), nn.Linear(4, 4)]
     stages[1 - processes.rank] = None
     graph = ps.lower(ps.schedule("1f1b", 2, 4))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipeexec.training.batch_source import as_inputs_and_targets
 from pipesim.errors import ArgumentError, ArgumentTypeError, BatchWarning
 
@@ -315,7 +316,7 @@ def test_batch_dims_that_are_refused(dims: Any, error: type[Exception]) -> None:
         pipeline(stages(), graph(), mse, batch_dims=dims)
 
 
-def nested_over_processes(processes: px.Processes) -> list[Tensor]:
+def nested_over_processes(processes: Processes) -> list[Tensor]:
     """Return the loss and the gradients of the stage of this process."""
     model: list[Any] = stages()
     model[1 - processes.rank] = None

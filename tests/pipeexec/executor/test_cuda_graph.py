@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.executor import step_capture
+from pipeexec.executor import StepResult, step_capture
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_capture import CudaGraphs, check_can_capture, check_state
@@ -141,7 +141,7 @@ class Twins(NamedTuple):
     stages: list[nn.Module]
     others: list[nn.Module]
 
-    def step(self, *batch: Tensor) -> tuple[px.StepResult, px.StepResult]:
+    def step(self, *batch: Tensor) -> tuple[StepResult, StepResult]:
         """Run a step of both, after which their stages must still be equal."""
         results = self.subject.step(*batch), self.eager.step(*batch)
         assert_same(self.stages, self.others)

@@ -13,6 +13,7 @@ from small_pipelines import cut, data, mse, pipeline
 from torch import Tensor, nn
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
@@ -101,7 +102,7 @@ def test_recompute_and_schedule_change_no_random_number() -> None:
     assert results[0] == results[1]
 
 
-def _in_process(processes: px.Processes) -> list[list[float]]:
+def _in_process(processes: Processes) -> list[list[float]]:
     torch.use_deterministic_algorithms(True)
     try:
         runs = []

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.thread_settings import one_thread
+from pipeexec.distributed import Processes
 from pipeexec.embedding.stage import EmbeddingStage
+from pipeexec.executor import EvaluationResult
 from pipesim.errors import ArgumentError, ExecutionError, RandomnessWarning, StageError
 from pipesim.graph.tasks import Tasks
 
@@ -396,10 +398,10 @@ def test_with_another_graph() -> None:
         second = other.evaluate(inputs, targets)
         assert first.timeline.graph.n_microbatches == 2
         assert second.timeline.graph.n_microbatches == 3
-        assert type(subject.gather(first)) is px.EvaluationResult
+        assert type(subject.gather(first)) is EvaluationResult
 
 
-def over_processes(processes: px.Processes, name: str, options: dict[str, Any]) -> Any:
+def over_processes(processes: Processes, name: str, options: dict[str, Any]) -> Any:
     """Train and evaluate with batches of several sizes; return losses and outputs."""
     torch.manual_seed(0)
     stages: list[Any] = noisy()
@@ -457,7 +459,7 @@ def test_bidirectional_over_two_processes(two_ranks: Ranks) -> None:
         assert refusal == other
 
 
-def replicas(processes: px.Processes) -> Any:
+def replicas(processes: Processes) -> Any:
     """Evaluate with a sharded embedding and one replica a process."""
     torch.manual_seed(0)
     table = px.ShardedEmbedding(12, 16)
@@ -495,14 +497,14 @@ class Failing(nn.Linear):
         return super().forward(x)
 
 
-def failing_stage(processes: px.Processes) -> None:
+def failing_stage(processes: Processes) -> None:
     """Train a step; then the stage of rank 1 fails."""
     with make(processes, stages=[nn.Linear(16, 16), Failing(16, 16)]) as subject:
         subject.step(*data(8))
         subject.gather(subject.evaluate(*data(6)))
 
 
-def too_small(processes: px.Processes) -> None:
+def too_small(processes: Processes) -> None:
     """Each replica of two needs a sample; that of rank 1 has none."""
     graph = ps.lower(ps.schedule("gpipe", 2, 2), n_replicas=2)
     stages = list(cut(dense(2), [1, 1]))
@@ -527,7 +529,7 @@ def test_errors_in_two_processes(two_ranks: Ranks) -> None:
     assert_errors(errors_of(too_small, two_ranks), (f"PeerError: rank 1 stopped: {text}", text))
 
 
-def many_shapes(processes: px.Processes) -> int:
+def many_shapes(processes: Processes) -> int:
     """Predict batches of more shapes than processes keep messages for, twice."""
     stages = list(cut(dense(2), [1, 1]))
     with make(processes, stages=stages) as subject:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
+from pipeexec.executor import StepResult
 from pipesim.errors import ArgumentError, StageError
 from pipesim.ops import Op
 
@@ -181,7 +183,7 @@ def test_counts_of_the_loss(n_replicas: int) -> None:
 
 def run(
     stages: list[nn.Module], graph: ps.TaskGraph, optimizer: Any = sgd, **options: Any
-) -> px.StepResult:
+) -> StepResult:
     with px.Pipeline(
         stages, graph, ["cpu"] * graph.n_devices, mean_loss, optimizer, **options
     ) as pipeline:
@@ -384,7 +386,7 @@ def test_profile_measures_both() -> None:
 # Processes
 
 
-def _ranks_case(processes: px.Processes, layout: str, counted: bool) -> None:
+def _ranks_case(processes: Processes, layout: str, counted: bool) -> None:
     """Two replicas of two stages: each rank has a replica, or each has a stage of both."""
     loss_fn = counted_loss if counted else mean_loss
     whole = train_whole(2, 3, loss_fn, tied=True, max_norm=MAX_NORM)
@@ -429,7 +431,7 @@ def test_two_processes_of_two_replicas(two_ranks: Ranks, layout: str, counted: b
     two_ranks.run(_ranks_case, layout=layout, counted=counted)
 
 
-def _nan_case(processes: px.Processes) -> str:
+def _nan_case(processes: Processes) -> str:
     stages: list[nn.Module | None] = [*stages_of(2, tied=False)]
     if processes.rank == 0:
         stages[0].embedding.weight.register_hook(lambda g: g * float("nan"))  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError, ArgumentTypeError
 
 pytestmark = [
@@ -239,7 +240,7 @@ def test_wrong_arguments_are_refused() -> None:
         subject.with_graph(lowered("gpipe", 2, 2))
 
 
-def _in_process(processes: px.Processes, schedule: str, scales: list[float]) -> Any:
+def _in_process(processes: Processes, schedule: str, scales: list[float]) -> Any:
     stages: list[nn.Module | None] = list(cut(dense(4), [2, 2]))
     stages[1 - processes.rank] = None
     graph = lowered(schedule, 2, N_MICROBATCHES, grad_norm=True)

@@ -18,6 +18,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim import lr_scheduler as lrs
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError, ArgumentTypeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -197,7 +198,7 @@ def test_wrong_factories_are_refused() -> None:
         px.LRSchedulers(subject, FACTORIES["cosine"])
 
 
-def _in_process(processes: px.Processes) -> tuple[list[float], Any, list[Any]]:
+def _in_process(processes: Processes) -> tuple[list[float], Any, list[Any]]:
     torch.manual_seed(0)
     stages: list[nn.Module | None] = list(cut(dense(4), [2, 2]))
     stages[1 - processes.rank] = None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.make_devices import CpuDevice
+from pipeexec.distributed import Processes
 from pipeexec.executor.offload import Offload, OffloadWaits
 from pipeexec.stages import stage as stage_module
 from pipeexec.stages.activations import SavedActivations, module_storages
@@ -383,7 +384,7 @@ def test_cuda_graphs_are_refused() -> None:
         check_can_capture(graph, [device], [None])
 
 
-def _ranks_case(processes: px.Processes) -> list[Tensor]:
+def _ranks_case(processes: Processes) -> list[Tensor]:
     values = []
     for offload in ("none", "all"):
         stages = modules(2)

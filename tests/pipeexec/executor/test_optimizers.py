@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -119,7 +120,7 @@ def test_names_of_hand_cut_stages_are_those_in_the_stage() -> None:
         assert names == [["0.0.weight", "0.0.bias"], ["1.0.weight", "1.0.bias"]]
 
 
-def _named_in_process(processes: px.Processes) -> list[float]:
+def _named_in_process(processes: Processes) -> list[float]:
     torch.manual_seed(0)
     stages = px.split(Language(2), 2, sample=WORDS, only=[processes.rank])
     graph = lowered("1f1b", 2, 2)

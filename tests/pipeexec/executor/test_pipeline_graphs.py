@@ -44,7 +44,7 @@ GRAPHS: dict[str, Callable[[], ps.TaskGraph]] = {
         orders(
             "0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1",
             "1F0 1F1 3F0 3B0 3F1 1B0 3B1 1B1",
-            placement=ps.looped(2, 2),
+            placement=ps.Placement.looped(2, 2),
         ),
         recompute="always",
     ),

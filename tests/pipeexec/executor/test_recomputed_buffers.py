@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipeexec.stages.activations import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ExecutionError
@@ -191,7 +192,7 @@ def test_slices_of_sequences() -> None:
     assert_buffers_equal(list(results[0][1]), list(results[1][1]))
 
 
-def step_of_rank(processes: px.Processes, name: str, mode: str) -> list[Any]:
+def step_of_rank(processes: Processes, name: str, mode: str) -> list[Any]:
     """Run two steps of one process; return the loss, the gradients and the buffers."""
     stages, graph = stateful_stages(name, twice=False), graph_of("1f1b", mode)
     with px.Pipeline(stages, graph, ["cpu"], mse, processes=processes) as subject:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.gpt import gpt
+from pipeexec.distributed import Processes
+from pipeexec.executor import StepResult
 from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, PipeError, StageError
 
 pytestmark = [
@@ -80,7 +82,7 @@ def both_ways() -> ps.Schedule:
             ["0F0", "0F1", "1F2", "1F3", "1B3", "1B2", "0B1", "0B0"],
             ["0F2", "0F3", "1F0", "1F1", "1B1", "1B0", "0B3", "0B2"],
         ],
-        placement=ps.bidirectional(2),
+        placement=ps.Placement.bidirectional(2),
     ).with_slices(2)
 
 
@@ -102,7 +104,7 @@ def check(
     loss_fn: Any = token_loss,
     whole_loss: Any = token_loss,
     **options: Any,
-) -> px.StepResult:
+) -> StepResult:
     """Run a step, an evaluation and a prediction; the unsplit model must give the same."""
     model, stages = small_gpt(graph.n_stages)
     whole = copy.deepcopy(model)
@@ -352,7 +354,7 @@ def test_split_models() -> None:
         close(subject.step(*tokens()).loss, loss)
 
 
-def step_of_rank(processes: px.Processes, recompute: str) -> list[Any]:
+def step_of_rank(processes: Processes, recompute: str) -> list[Any]:
     """Return loss, loss of an evaluation, prediction and gradients of this rank's stage."""
     torch.manual_seed(0)
     _, stages = small_gpt(2)

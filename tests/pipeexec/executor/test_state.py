@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipeexec.executor.named_state import (
     StateNames,
     apply_optimizer_states,
@@ -316,7 +317,7 @@ def test_the_first_mismatch_of_optimizers() -> None:
 # Processes.
 
 
-def state_of_ranks(processes: px.Processes) -> dict[str, Any]:
+def state_of_ranks(processes: Processes) -> dict[str, Any]:
     """Train a step in two processes, and load the state of the unsplit model; rank 1 lacks one."""
     model = dense(4)
     stages: list[nn.Module | None] = list(cut(model, [2, 2]))

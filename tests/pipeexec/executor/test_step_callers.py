@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.executor import StepResult
 from pipesim.errors import ArgumentError, ExecutionError, PipeError, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -109,7 +110,7 @@ def test_a_second_thread_is_refused_at_once(
     gate.may_go_on.set()
     while not outcome:
         time.sleep(1e-3)
-    assert isinstance(outcome[0], px.StepResult)
+    assert isinstance(outcome[0], StepResult)
 
 
 def test_two_steps_at_once_leave_the_gradients_of_one() -> None:
@@ -127,9 +128,9 @@ def test_two_steps_at_once_leave_the_gradients_of_one() -> None:
             return await asyncio.gather(*steps, return_exceptions=True)
 
         results = call_within(20, lambda: asyncio.run(both()))
-        n_done = sum(isinstance(r, px.StepResult) for r in results)
+        n_done = sum(isinstance(r, StepResult) for r in results)
         assert n_done >= 1
-        assert all(isinstance(r, (px.StepResult, ExecutionError)) for r in results)
+        assert all(isinstance(r, (StepResult, ExecutionError)) for r in results)
         actual = [p.grad for s in stages for p in s.parameters()]
         torch.testing.assert_close(actual, [n_done * g for g in expected])
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipeexec.executor import pipeline as pipeline_file
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.step_part import StepPart
@@ -145,7 +146,7 @@ def test_hooks_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert emptied(calls) == trained
 
 
-def _calls_in_a_rank(processes: px.Processes) -> list[str]:
+def _calls_in_a_rank(processes: Processes) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         pipeline, calls = recorded(patch, 2, processes=processes)
         with pipeline:

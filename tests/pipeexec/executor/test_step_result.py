@@ -21,6 +21,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.devices import clocks
 from pipeexec.devices.clocks import Clocks
+from pipeexec.executor import StepResult
 from pipesim.errors import NanLossWarning
 
 GRAPH = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
@@ -112,17 +113,17 @@ def test_a_result_is_copied_as_any_record() -> None:
     """With its times, which are read for it."""
     result = _pipeline().step(*data(8))
     copies = [pickle.loads(pickle.dumps(result)), copy.copy(result), copy.deepcopy(result)]  # noqa: S301
-    copies += [replace(result, host_seconds=1.0), px.StepResult(*_values(result))]
+    copies += [replace(result, host_seconds=1.0), StepResult(*_values(result))]
     for duplicate in copies:
         np.testing.assert_array_equal(duplicate.timeline.start, result.timeline.start)
         np.testing.assert_array_equal(duplicate.timeline.end, result.timeline.end)
         assert torch.equal(duplicate.loss, result.loss)
     assert copies[3].host_seconds == 1.0
-    short = px.StepResult(result.losses, result.timeline, (1, 1), 0.5)
+    short = StepResult(result.losses, result.timeline, (1, 1), 0.5)
     assert (short.clock_error, short.milestones, short.part, short.n_losses) == (0.0, {}, None, 1)
 
 
-def _values(result: px.StepResult) -> list[Any]:
+def _values(result: StepResult) -> list[Any]:
     return [getattr(result, item.name) for item in fields(result)]
 
 

@@ -13,6 +13,7 @@ from small_pipelines import mse
 from torch import nn
 
 import pipeexec as px
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError, ExecutionError, PeerError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -88,7 +89,7 @@ def test_each_process_has_its_experts_alone(four_ranks: Ranks) -> None:
         assert set(result["weights"]) <= names
 
 
-def refused(processes: px.Processes, kind: str) -> str:
+def refused(processes: Processes, kind: str) -> str:
     """Return the error of a pipeline that cannot be made; every rank has one."""
     shares = {"swapped": [(1, 2), (0, 2)], "one": [(0, 2), (0, 1)], "wrong": [(0, 2), (0, 2)]}
     n_replicas = 4 if kind == "two a process" else 2
@@ -126,7 +127,7 @@ def test_pipelines_that_cannot_be_made(two_ranks: Ranks, case: str, message: str
     assert any(message in error for error in two_ranks.run(refused, kind=case))
 
 
-def save(processes: px.Processes, folder: str, shares: bool) -> str:
+def save(processes: Processes, folder: str, shares: bool) -> str:
     """Save a checkpoint of one step, and load it again; return the error, or nothing."""
     x, y = (part.tensor_split(2)[processes.rank] for part in batch(2))
     model = build((processes.rank, 2) if shares else (0, 1))
@@ -153,7 +154,7 @@ def test_checkpoints(two_ranks: Ranks, tmp_path: Path) -> None:
     assert any("stage 0 has a share of its experts in this process" in error for error in errors)
 
 
-def failing(processes: px.Processes) -> str:
+def failing(processes: Processes) -> str:
     """Run a step in which an expert of rank 1 raises; return the error."""
     model = build((processes.rank, 2))
     if processes.rank:

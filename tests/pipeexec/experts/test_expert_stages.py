@@ -15,6 +15,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.executor import StepResult
 from pipesim.errors import ArgumentError, ExecutionError, StageError
 from pipesim.ops import Op, is_expert_exchange
 
@@ -32,7 +33,7 @@ def pipeline(
 
 def train(
     model: nn.Sequential, graph: ps.TaskGraph, n_replicas: int, n_steps: int = 2, **options: Any
-) -> list[px.StepResult]:
+) -> list[StepResult]:
     """Train stages of the model; return the results."""
     with pipeline(cut_evenly(model, graph.n_stages), graph, **options) as subject:
         return [call_within(60, lambda: subject.step(*batch(n_replicas))) for _ in range(n_steps)]

@@ -20,6 +20,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.cli.report import profile_report
 from pipeexec.devices.cuda import CudaStream
+from pipeexec.profiling import Profile
 from pipeexec.profiling.task_seconds import host_share, launch_seconds, mean_launch
 from pipesim.ops import Op, is_expert_exchange
 from pipesim.timeline.timeline import Timeline
@@ -153,10 +154,10 @@ def test_launch_is_not_that_of_full_queues(tmp_path: Path) -> None:
     assert 0 < profile.costs.launch < 0.25 * BLOCKED
     assert profile.launch_share < 0.5 * profile.host_share
     profile.save(tmp_path / "run")
-    loaded = px.Profile.load(tmp_path / "run")
+    loaded = Profile.load(tmp_path / "run")
     assert (loaded.host_share, loaded.launch_share) == (profile.host_share, profile.launch_share)
     assert "us a task (launch), which is" in profile_report(profile)
     old = replace(profile, host_share=float("nan"), launch_share=float("nan"))
     old.save(tmp_path / "old")
-    assert np.isnan(px.Profile.load(tmp_path / "old").host_share)
+    assert np.isnan(Profile.load(tmp_path / "old").host_share)
     assert "(launch)" not in profile_report(old)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.profiling import Profile
 from pipeexec.profiling.calibration import Calibration, breadth_first
 from pipeexec.profiling.link_speed import fit, fits, measure_transfers, network_of, pairs_of
 from pipeexec.run_directory import write_directory
@@ -43,7 +44,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.fixture(scope="module")
-def measured(quiet_machine: Callable[[], AbstractContextManager[None]]) -> px.Profile:
+def measured(quiet_machine: Callable[[], AbstractContextManager[None]]) -> Profile:
     """The profile of stages that sleep 5 ms in forward and 10 ms in backward."""
     stages = nap_stages(2, FORWARD, BACKWARD)
     with quiet_machine(), pipeline(stages, lowered(), mse, adam) as subject:
@@ -51,7 +52,7 @@ def measured(quiet_machine: Callable[[], AbstractContextManager[None]]) -> px.Pr
 
 
 @pytest.mark.slow
-def test_every_cost_of_a_whole_backward_is_measured(measured: px.Profile) -> None:
+def test_every_cost_of_a_whole_backward_is_measured(measured: Profile) -> None:
     costs = measured.costs
     values = costs.to_dict()
     for name in ("forward", "backward", "recompute", "optimizer_step"):
@@ -64,7 +65,7 @@ def test_every_cost_of_a_whole_backward_is_measured(measured: px.Profile) -> Non
     assert min(costs.optimizer_bytes) > 0
 
 
-def test_tasks_take_at_least_as_long_as_they_sleep(measured: px.Profile) -> None:
+def test_tasks_take_at_least_as_long_as_they_sleep(measured: Profile) -> None:
     """And steps of the optimizer, which do not sleep, less than ten times as long."""
     costs = measured.costs
     for name, slept in (("forward", FORWARD), ("recompute", FORWARD), ("backward", BACKWARD)):
@@ -73,7 +74,7 @@ def test_tasks_take_at_least_as_long_as_they_sleep(measured: px.Profile) -> None
     assert max(costs.optimizer_step) < 10 * FORWARD
 
 
-def test_the_table_has_a_row_an_operation_and_stage(measured: px.Profile) -> None:
+def test_the_table_has_a_row_an_operation_and_stage(measured: Profile) -> None:
     table = measured.table
     assert list(table.index) == [(op, stage) for op in ("F", "B", "R", "STEP") for stage in (0, 1)]
     assert list(table.columns) == ["loaded", "spread", "isolated", "slow_down"]
@@ -84,7 +85,7 @@ def test_the_table_has_a_row_an_operation_and_stage(measured: px.Profile) -> Non
     np.testing.assert_allclose(table["slow_down"], table["loaded"] / table["isolated"])
 
 
-def test_transfers_are_measured_by_size(measured: px.Profile) -> None:
+def test_transfers_are_measured_by_size(measured: Profile) -> None:
     """Within one memory a message is handed over, whatever its size: bandwidth has no end."""
     transfers = measured.transfers
     assert list(transfers.columns) == [
@@ -101,7 +102,7 @@ def test_transfers_are_measured_by_size(measured: px.Profile) -> None:
     assert measured.costs.network.bandwidth == math.inf
 
 
-def test_costs_predict_the_graph(measured: px.Profile) -> None:
+def test_costs_predict_the_graph(measured: Profile) -> None:
     """They are all that the simulator needs, for each recompute mode."""
     for recompute in ("never", "always", "except_last"):
         timeline = ps.simulate(lowered(recompute=recompute), measured.costs)
@@ -109,7 +110,7 @@ def test_costs_predict_the_graph(measured: px.Profile) -> None:
         assert (timeline.memory.peak > 0).all()
 
 
-def test_bytes_by_hand(measured: px.Profile) -> None:
+def test_bytes_by_hand(measured: Profile) -> None:
     """Micro-batches of two samples of four floats through a linear layer of four.
 
     Held: the input (and for the last stage the loss's: output and targets). Parameters: 4 x 4 + 4.
@@ -275,7 +276,7 @@ def test_the_calibration_of_an_uneven_batch() -> None:
 
 
 def test_breadth_first() -> None:
-    schedule = breadth_first(ps.looped(2, 2), 2)
+    schedule = breadth_first(ps.Placement.looped(2, 2), 2)
     assert schedule.grid() == (
         "device 0 | 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1\ndevice 1 | 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"
     )
@@ -426,9 +427,9 @@ def test_messages_are_timed_in_both_directions() -> None:
     assert (table[["idle", "loaded"]] > 1e-9).all().all()
 
 
-def test_a_profile_is_loaded_as_it_was_saved(measured: px.Profile, tmp_path: Path) -> None:
+def test_a_profile_is_loaded_as_it_was_saved(measured: Profile, tmp_path: Path) -> None:
     measured.save(tmp_path / "run", record={"seed": 3})
-    loaded = px.Profile.load(tmp_path / "run")
+    loaded = Profile.load(tmp_path / "run")
     assert loaded.costs == measured.costs
     for table in ("table", "transfers", "fits"):
         pd.testing.assert_frame_equal(getattr(loaded, table), getattr(measured, table))
@@ -443,12 +444,12 @@ def test_a_run_without_a_profile(tmp_path: Path) -> None:
     with write_directory(tmp_path / "other", {}) as folder:
         ps.Costs(1, 1).save(folder / "costs.json")
     with pytest.raises(RunDirectoryError, match=r"no complete profile: profile\.csv is missing"):
-        px.Profile.load(tmp_path / "other")
+        Profile.load(tmp_path / "other")
     with pytest.raises(RunDirectoryError, match=r"no whole run directory"):
-        px.Profile.load(tmp_path)
+        Profile.load(tmp_path)
 
 
-def test_the_figure_shows_points_and_fits(measured: px.Profile) -> None:
+def test_the_figure_shows_points_and_fits(measured: Profile) -> None:
     """Both axes logarithmic; a marker a size, a line a pair, for both states."""
     figure = Figure()
     ax = measured.plot(ax=figure.add_subplot())

@@ -1,11 +1,11 @@
-"""`px.Projection`: predictions, comparisons and plans from known layers; files."""
+"""`Projection`: predictions, comparisons and plans from known layers; files."""
 
 from __future__ import annotations
 
 import pytest
 
-import pipeexec as px
 import pipesim as ps
+from pipeexec.projection import Projection
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -17,9 +17,7 @@ from pipesim.errors import (
 N = 8
 
 
-def projection(
-    memory: float = 1e9, seconds: float = 1.0, n_gpus: int = 4, **options
-) -> px.Projection:
+def projection(memory: float = 1e9, seconds: float = 1.0, n_gpus: int = 4, **options) -> Projection:
     gpu = ps.GPU(flops=1e12, bandwidth=1e11, memory=memory)
     network = ps.Network(latency=1e-4, bandwidth=1e9)
     columns = {
@@ -43,7 +41,7 @@ def projection(
         "launch": 1e-5,
         "spread": (0.1,) * N,
     }
-    return px.Projection(**values | options)
+    return Projection(**values | options)
 
 
 def test_predictions_are_simulations():
@@ -79,7 +77,7 @@ def test_blocks():
     example = projection(n_blocks=(0, 1, 1, 1, 1, 1, 1, 0))
     assert example.blocks([3, 5]) == [2, 4]
     assert example.blocks([1, 6, 1]) == [0, 6, 0]
-    assert len(example.blocks("balanced", placement=ps.linear(4))) == 4
+    assert len(example.blocks("balanced", placement=ps.Placement.linear(4))) == 4
 
 
 def test_compare():
@@ -167,7 +165,7 @@ def test_files(tmp_path):
     """A loaded projection is the saved one; other runs and edited files are refused."""
     example = projection(tied=(((0, 7), 400.0),))
     example.save(tmp_path / "run", record={"note": 1})
-    again = px.Projection.load(tmp_path / "run")
+    again = Projection.load(tmp_path / "run")
     assert again.layers == example.layers
     assert again.table.equals(example.table)
     names = (
@@ -185,9 +183,9 @@ def test_files(tmp_path):
     assert again.predict("1f1b", 2, 4).makespan == example.predict("1f1b", 2, 4).makespan
     (tmp_path / "run" / "joint.csv").write_text("1,2\n")
     with pytest.raises(RunDirectoryError, match="does not match its checksum"):
-        px.Projection.load(tmp_path / "run")
+        Projection.load(tmp_path / "run")
     with pytest.raises(RunDirectoryError, match="no whole run directory"):
-        px.Projection.load(tmp_path / "missing")
+        Projection.load(tmp_path / "missing")
 
 
 def test_other_runs(tmp_path):
@@ -196,8 +194,8 @@ def test_other_runs(tmp_path):
     with write_directory(tmp_path / "run", {}):
         pass
     with pytest.raises(RunDirectoryError, match="holds no projection"):
-        px.Projection.load(tmp_path / "run")
+        Projection.load(tmp_path / "run")
     with write_directory(tmp_path / "bad", {"projection": {"modules": 3}}):
         pass
     with pytest.raises(RunDirectoryError, match="holds no whole projection"):
-        px.Projection.load(tmp_path / "bad")
+        Projection.load(tmp_path / "bad")

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.errors import ArgumentError
 
 pytestmark = [
@@ -111,7 +112,7 @@ def test_lists_that_are_refused() -> None:
             pipeline(own, lower, loss_fn, decayed)
 
 
-def replicated(processes: px.Processes, schedule: str) -> None:
+def replicated(processes: Processes, schedule: str) -> None:
     """Train stages in DDP, each process with half of the batch."""
     stages, whole = split()
     groups = [dist.new_group() for _ in stages]

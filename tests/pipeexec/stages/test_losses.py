@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
+from pipeexec.executor import StepResult
 from pipeexec.stages.loss_function import LossFunction
 from pipesim.errors import ArgumentError, ExecutionError, LossWarning, StageError
 
@@ -188,7 +190,7 @@ def test_each_step_of_several_is_divided_by_its_own_count(n_replicas: int) -> No
 
 
 def _steps(
-    processes: px.Processes, name: str, schedule: str, n_replicas: int = 1, **options: Any
+    processes: Processes, name: str, schedule: str, n_replicas: int = 1, **options: Any
 ) -> tuple[list[float], list[Tensor]]:
     """Run two steps of a pipeline, of which this process has a part; return losses, weights."""
     batch, _, counted = LOSSES[name]
@@ -232,7 +234,7 @@ def test_two_processes(two_ranks: Ranks, options: dict[str, Any]) -> None:
                      [p.sum() for p in sorted(expected, key=lambda p: p.numel())])  # fmt: skip
 
 
-def _ddp_steps(processes: px.Processes) -> list[Tensor]:
+def _ddp_steps(processes: Processes) -> list[Tensor]:
     x, y = (z.tensor_split(2)[processes.rank] for z in tokens(11))
     stages = [DistributedDataParallel(stage, process_group=dist.new_group()) for stage in model(2)]
     graph = ps.lower(ps.schedule("1f1b", 2, 2))
@@ -251,7 +253,7 @@ def test_replicas_of_distributed_data_parallel(two_ranks: Ranks) -> None:
 
 def one_step(
     loss_fn: Loss, x: Any, y: Any, **options: Any
-) -> tuple[px.StepResult, list[warnings.WarningMessage]]:
+) -> tuple[StepResult, list[warnings.WarningMessage]]:
     graph = ps.lower(ps.schedule("1f1b", 2, 4))
     with (
         px.Pipeline(model(2), graph, ["cpu"] * 2, loss_fn, **options) as pipeline,

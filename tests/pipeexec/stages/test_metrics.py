@@ -12,6 +12,7 @@ from torch import Tensor
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
 from pipesim.errors import ExecutionError, StageError
 
 X, Y = data(13)
@@ -112,7 +113,7 @@ def test_metrics_of_other_names_are_refused() -> None:
         subject.step(X, Y)
 
 
-def over_processes(processes: px.Processes) -> tuple[Any, Any, bool]:
+def over_processes(processes: Processes) -> tuple[Any, Any, bool]:
     model: list[Any] = list(cut(dense(2), [1, 1]))
     model[1 - processes.rank] = None
     with px.Pipeline(model, lowered(), ["cpu"], counted, processes=processes) as subject:

@@ -18,6 +18,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
+from pipeexec.torch_pipelining import torch_schedule_order
 from pipesim.ops import Op
 from pipesim.trace.chrome_json import load
 
@@ -25,11 +27,11 @@ N_MICROBATCHES = 4
 #: Torch's GPipe begins with the backward of the first micro-batch, that of pipesim with the last.
 SCHEDULES = {
     "1F1B": ps.schedule("1f1b", 2, N_MICROBATCHES),
-    "GPipe": px.from_torch(px.torch_schedule_order("GPipe", 2, N_MICROBATCHES, executed=True)),
+    "GPipe": px.from_torch(torch_schedule_order("GPipe", 2, N_MICROBATCHES, executed=True)),
 }
 
 
-def trace_step(_: px.Processes, name: str, folder: str) -> dict[str, int]:
+def trace_step(_: Processes, name: str, folder: str) -> dict[str, int]:
     """Write the trace of a step of a class of torch; return how often it has each range."""
     rank, n_chunks = dist.get_rank(), 1 if name in ("GPipe", "1F1B") else 2
     stages = [

@@ -20,6 +20,7 @@ from torch_ranks import batch, layers, run_ranks
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.torch_pipelining import torch_schedule_order
 from pipeexec.torch_pipelining.interop import RESERVED
 from pipeexec.torch_pipelining.private import make_runtime, options_of_runtime
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
@@ -158,7 +159,7 @@ def refusal(what: Any, stages: list[Any] | None = None) -> str:
 def test_what_torch_cannot_run() -> None:
     """Copies of stages, weight versions, recompute, replicas: each says why and what to do."""
     orders = [["0F0", "1F1", "0B0", "1B1"], ["1F0", "0F1", "1B0", "0B1"]]
-    both_ways = ps.Schedule.from_orders(orders, placement=ps.bidirectional(2))
+    both_ways = ps.Schedule.from_orders(orders, placement=ps.Placement.bidirectional(2))
     assert "has 2 copies of each stage" in refusal(both_ways)
     plain = ps.schedule("1f1b", 2, 4)
     assert "weight_versions='stashed'" in refusal(plain.with_updates(2, "stashed"))
@@ -265,7 +266,7 @@ def test_from_torch_names_the_action() -> None:
 def test_torch_schedule_order_refuses(arguments: tuple[Any, ...], words: str) -> None:
     """Names and counts that torch does not know, and torch's reason."""
     with pytest.raises(ArgumentError, match=words):
-        px.torch_schedule_order(*arguments)
+        torch_schedule_order(*arguments)
 
 
 def test_placements_of_any_shape() -> None:

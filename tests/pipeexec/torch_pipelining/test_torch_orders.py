@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.torch_pipelining import torch_schedule_order
 from pipeexec.torch_pipelining.interop import TORCH_SCHEDULES
 from pipeexec.torch_pipelining.private import make_runtime
 from pipesim.errors import ArgumentError, ScheduleError
@@ -49,7 +50,7 @@ def counts(name: str) -> list[tuple[int, int, int]]:
 def torch_order(name: str, p: int, m: int, v: int, executed: bool = True) -> ps.Schedule | None:
     """Return torch's order, or None for counts that it refuses."""
     try:
-        order = px.torch_schedule_order(name, p, m, v, executed=executed)
+        order = torch_schedule_order(name, p, m, v, executed=executed)
     except ArgumentError:
         return None
     return px.from_torch(order, n_microbatches=m, name=name)
@@ -85,7 +86,7 @@ def test_which_listings_are_valid(name: str) -> None:
 
 def test_1f1b_listing() -> None:
     """The wrong listing, as FINDINGS has it: the last of 4 ranks lists F1 to F8 of 8."""
-    order = px.from_torch(px.torch_schedule_order("1F1B", 4, 8), n_microbatches=8)
+    order = px.from_torch(torch_schedule_order("1F1B", 4, 8), n_microbatches=8)
     assert [str(a) for a in order.orders[3]][:4] == ["3F1", "3B0", "3F2", "3B1"]
     message = r"(?s)position 14: 3F8 names a micro-batch outside 0..7\n.*>3F8<"
     with pytest.raises(ScheduleError, match=message):

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.executor import StepResult
+from pipeexec.training import TrainingRun
 from pipeexec.training import train as interrupts
 from pipesim.errors import (
     ArgumentError,
@@ -60,7 +62,7 @@ def half(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedul
     return torch.optim.lr_scheduler.StepLR(optimizer, 3)
 
 
-def run(directory: Path | None, n_steps: int, **options: Any) -> px.TrainingRun:
+def run(directory: Path | None, n_steps: int, **options: Any) -> TrainingRun:
     """Train from the beginning of the script, as a user would start it again."""
     with pipeline() as subject:
         options = {"scheduler": px.LRSchedulers(subject, half), "batches": loader(), **options}
@@ -80,7 +82,7 @@ class TestLog:
         assert (table["seconds"] >= table["makespan"]).all()
         assert (table["samples_per_s"] == 4 / table["seconds"]).all()
         assert "tokens_per_s" not in table
-        assert px.TrainingRun.load(tmp_path / "run").table.equals(table)
+        assert TrainingRun.load(tmp_path / "run").table.equals(table)
 
     def test_losses_are_those_of_the_users_own_loop(self) -> None:
         """The loop adds nothing: the same steps by hand have the same losses."""
@@ -110,7 +112,7 @@ class TestLog:
         stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
         graph = ps.lower(ps.schedule("1f1b", 2, 2))
         with px.Pipeline(stages, graph, ["cpu"] * 2, loss_fn, pin_threads=False) as subject:
-            results: list[px.StepResult] = []
+            results: list[StepResult] = []
             got = px.train(
                 subject, loader(), evaluation=loader(), on_step=lambda _, x: results.append(x)
             )
@@ -141,14 +143,14 @@ class TestLog:
         run(tmp_path, 2)
         with (tmp_path / "log.csv").open("a") as file:
             file.write("3,0,0.1")
-        assert len(px.TrainingRun.load(tmp_path).table) == 2
+        assert len(TrainingRun.load(tmp_path).table) == 2
 
     def test_edited_line_is_named(self, tmp_path: Path) -> None:
         run(tmp_path, 2)
         with (tmp_path / "log.csv").open("a") as file:
             file.write("3,0,x\n")
         with pytest.raises(RunDirectoryError, match=r"log\.csv: line 4 is no row"):
-            px.TrainingRun.load(tmp_path)
+            TrainingRun.load(tmp_path)
 
     def test_plot_has_a_point_a_step(self) -> None:
         from matplotlib.figure import Figure
@@ -177,13 +179,13 @@ class TestResume:
     def test_after_a_crash_between_checkpoints(self, tmp_path: Path) -> None:
         """Steps after the last checkpoint run again, and their rows are replaced."""
 
-        def crash(run: px.TrainingRun, _: object) -> None:
+        def crash(run: TrainingRun, _: object) -> None:
             if run.n_steps == 6:
                 raise RuntimeError("lost")
 
         with pytest.raises(RuntimeError, match="lost"):
             run(tmp_path, 9, checkpoint_every=4, on_step=crash)
-        assert len(px.TrainingRun.load(tmp_path).table) == 6
+        assert len(TrainingRun.load(tmp_path).table) == 6
         got = run(tmp_path, 9)
         assert got.first_step == 4
         assert got.losses == run(None, 9).losses
@@ -271,7 +273,7 @@ class TestResume:
     def test_anew(self, tmp_path: Path) -> None:
         run(tmp_path, 3)
         assert run(tmp_path, 2, resume=False).first_step == 0
-        assert len(px.TrainingRun.load(tmp_path).table) == 2
+        assert len(TrainingRun.load(tmp_path).table) == 2
 
     def test_objects_are_saved(self, tmp_path: Path) -> None:
         """Anything with a state continues."""
@@ -312,7 +314,7 @@ class TestDirectory:
             run(tmp_path, 2, record={"model": {"layers": 3}, "seed": 1})
 
     def test_in_use(self, tmp_path: Path) -> None:
-        def start_another(run: px.TrainingRun, _: object) -> None:
+        def start_another(run: TrainingRun, _: object) -> None:
             import threading
 
             errors: list[BaseException] = []
@@ -390,7 +392,7 @@ class TestEnd:
             assert px.train(subject, loader(), epochs=2).n_steps == 10
 
     def test_by_a_hook(self, tmp_path: Path) -> None:
-        def stop(run: px.TrainingRun, result: px.StepResult) -> None:
+        def stop(run: TrainingRun, result: StepResult) -> None:
             assert float(result.loss) == run.losses[-1]
             if run.n_steps == 3:
                 run.stop()
@@ -404,7 +406,7 @@ class TestEnd:
         """The step ends, a checkpoint is written, and the training can go on."""
         before = signal.getsignal(number)
 
-        def interrupt(run: px.TrainingRun, _: object) -> None:
+        def interrupt(run: TrainingRun, _: object) -> None:
             if run.n_steps == 2:
                 signal.raise_signal(number)
 
@@ -432,7 +434,7 @@ class TestEnd:
         batches = [*[*loader()][:2], (torch.ones(4, 4), torch.ones(3, 2))]
         with pytest.raises((StageError, ArgumentError)):
             run(tmp_path, 6, batches=batches)
-        assert len(px.TrainingRun.load(tmp_path).table) == 2
+        assert len(TrainingRun.load(tmp_path).table) == 2
 
 
 class TestEvaluation:
@@ -496,7 +498,7 @@ def test_measured_costs(tmp_path: Path) -> None:
         got = run(tmp_path, 3, costs="measure")
     assert got.losses == run(None, 3).losses
     assert got.predicted.makespan > 0
-    assert px.TrainingRun.load(tmp_path).table["predicted_bubble"].notna().all()
+    assert TrainingRun.load(tmp_path).table["predicted_bubble"].notna().all()
 
 
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from ranks import environment, free_port, run_to_end
 
 import pipeexec as px
 from pipeexec.cli import main
+from pipeexec.training import TrainingRun
 from pipeexec.training import train as interrupts
 from pipeexec.training.batch_source import TextBatches, text_files
 
@@ -137,7 +138,7 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def losses(folder: Path, name: str = "run") -> list[float]:
-    return px.TrainingRun.load(folder / name).losses
+    return TrainingRun.load(folder / name).losses
 
 
 class TestRuns:
@@ -151,7 +152,7 @@ class TestRuns:
         assert main(["show", str(folder / "run")]) == 0
         assert capsys.readouterr().out == out
         assert "evaluation: loss" in out
-        run = px.TrainingRun.load(folder / "run")
+        run = TrainingRun.load(folder / "run")
         assert run.losses[-1] < run.losses[0]
         assert run.evaluations["step"].tolist() == [4]
         assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == [
@@ -206,7 +207,7 @@ class TestRuns:
         text = CONFIG.replace("lr = 1e-2", "lr = 1e-2\nweight_decay = 0.1\ndecay_dimensions = 2")
         text += '[scheduler]\nname = "CosineAnnealingLR"\nT_max = 3\nwarm_up = 2\n'
         assert main(["train", write(folder, text)]) == 0
-        rates = px.TrainingRun.load(folder / "run").table["lr"].tolist()
+        rates = TrainingRun.load(folder / "run").table["lr"].tolist()
         assert rates == pytest.approx([1e-2, 1e-2, 0.75e-2, 0.25e-2])
 
     def test_clipping(self, folder: Path) -> None:
@@ -215,7 +216,7 @@ class TestRuns:
         whole = losses(folder)
         path = write(folder, CONFIG.replace("lr = 1e-2", "lr = 1e-2\nmax_grad_norm = 1e-6"))
         assert main(["train", path, "--fresh"]) == 0
-        table = px.TrainingRun.load(folder / "run").table
+        table = TrainingRun.load(folder / "run").table
         assert (table["grad_norm"] > 1e-6).all()
         assert table["loss"][0] == whole[0]
         assert losses(folder) != whole
@@ -234,9 +235,9 @@ class TestRuns:
         path = write(folder, text, predict="predict = true")
         assert main(["train", path, "--steps", "2"]) == 0
         assert main(["train", path]) == 0
-        resumed = px.TrainingRun.load(folder / "run").table
+        resumed = TrainingRun.load(folder / "run").table
         assert main(["train", path, "--fresh"]) == 0
-        whole = px.TrainingRun.load(folder / "run").table
+        whole = TrainingRun.load(folder / "run").table
         names = ["loss", "grad_norm", "skipped"]
         assert resumed[names].equals(whole[names])
         path = px.latest_checkpoint(folder / "run" / "checkpoints")
@@ -436,9 +437,9 @@ def test_transformers(folder: Path) -> None:
     command = ["-m", "pipeexec", "train", path]
     statuses, logs = run_to_end([command] * 2, folder)
     assert statuses == [0, 0], logs
-    shared = px.TrainingRun.load(folder / "run")
+    shared = TrainingRun.load(folder / "run")
     assert main(["train", path, "--fresh"]) == 0
-    alone = px.TrainingRun.load(folder / "run")
+    alone = TrainingRun.load(folder / "run")
     for column in ("loss", "grad_norm"):
         assert alone.table[column].tolist() == pytest.approx(shared.table[column], rel=1e-5)
     assert alone.evaluations["loss"].tolist() == pytest.approx(shared.evaluations["loss"])
@@ -473,7 +474,7 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "python_manual.py").write_text((source / "python_manual.py").read_text())
     monkeypatch.chdir(tmp_path)
     assert main(["train", "config.toml"]) == 0
-    run = px.TrainingRun.load(tmp_path / "results" / "train_gpt")
+    run = TrainingRun.load(tmp_path / "results" / "train_gpt")
     assert run.losses[-1] < run.losses[0]
     assert run.table["tokens_per_s"].notna().all()
     sys.modules.pop("python_manual", None)

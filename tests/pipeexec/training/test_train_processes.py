@@ -13,13 +13,15 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.distributed import Processes
+from pipeexec.training import TrainingRun
 
 if TYPE_CHECKING:
     from ranks import Ranks
 
 
 def _train(
-    processes: px.Processes, folder: str, rank: int, event: str, n_steps: int
+    processes: Processes, folder: str, rank: int, event: str, n_steps: int
 ) -> dict[str, Any]:
     """Train two stages, one a process; something ends it in one process alone."""
     torch.manual_seed(0)
@@ -29,7 +31,7 @@ def _train(
     draw = torch.Generator().manual_seed(1)
     batches = [(torch.randn(4, 4, generator=draw), torch.ones(4, 1)) for _ in range(10)]
 
-    def act(run: px.TrainingRun, _: object) -> None:
+    def act(run: TrainingRun, _: object) -> None:
         if run.n_steps == 3 and processes.rank == rank:
             run.stop() if event == "stop" else signal.raise_signal(signal.SIGTERM)
 

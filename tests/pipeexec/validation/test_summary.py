@@ -12,6 +12,7 @@ from html_cells import cells_of
 import pipeexec as px
 import pipesim as ps
 from pipeexec.run_directory import environment
+from pipeexec.validation import Validation
 from pipeexec.validation.accuracy import Row
 
 EVIL = '"><script>alert(1)</script>'
@@ -30,9 +31,9 @@ def row(name: str = "1f1b", makespans: tuple[float, ...] = (8.0, 10.0, 12.0)) ->
     return Row(timeline, timeline, makespans, makespans, (0.0, 0.0), zeros)
 
 
-def validation(n_rows: int = 1, **fields: Any) -> px.Validation:
+def validation(n_rows: int = 1, **fields: Any) -> Validation:
     rows = {f"graph {k}": row() for k in range(n_rows)}
-    return px.Validation(rows, ps.Costs(1, 2), **fields)
+    return Validation(rows, ps.Costs(1, 2), **fields)
 
 
 def test_a_validation_prints_its_makespans_and_errors() -> None:

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.profiling import Profile
 from pipeexec.run_directory import RECORD, write_directory
+from pipeexec.validation import Validation
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -69,7 +71,7 @@ def batches(n: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(n, 4, generator=generator), torch.randn(n, 4, generator=generator)
 
 
-def validate(**changes: Any) -> px.Validation:
+def validate(**changes: Any) -> Validation:
     arguments: dict[str, Any] = {
         "stages": nap_stages(2),
         "graphs": graphs(),
@@ -84,14 +86,14 @@ def validate(**changes: Any) -> px.Validation:
 
 
 @pytest.fixture(scope="module")
-def validation(quiet_machine: QuietMachine) -> px.Validation:
+def validation(quiet_machine: QuietMachine) -> Validation:
     """Stages that sleep 5 ms in forward and in backward: what they compute takes no time."""
     with quiet_machine():
         return validate()
 
 
 @pytest.fixture(scope="module")
-def saved(validation: px.Validation, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(validation: Validation, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("results") / "run"
     validation.save(path, record={"seed": 3})
     return path
@@ -101,7 +103,7 @@ def saved(validation: px.Validation, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.slow
-def test_the_table_is_complete(validation: px.Validation) -> None:
+def test_the_table_is_complete(validation: Validation) -> None:
     table = validation.table
     assert list(table.index) == NAMES
     assert list(table.columns) == COLUMNS
@@ -112,7 +114,7 @@ def test_the_table_is_complete(validation: px.Validation) -> None:
     assert (table[["memory_predicted", "memory_measured"]] > 0).all(axis=None)
 
 
-def test_predictions_hold(validation: px.Validation, quiet_machine: QuietMachine) -> None:
+def test_predictions_hold(validation: Validation, quiet_machine: QuietMachine) -> None:
     """In the median, within 15 %.
 
     These stages sleep, so that little but a busy machine can be in the way: what fails is measured
@@ -127,19 +129,19 @@ def test_predictions_hold(validation: px.Validation, quiet_machine: QuietMachine
     assert (error < 0.15).all(), error
 
 
-def test_steps_are_replayed_from_their_own_durations(validation: px.Validation) -> None:
+def test_steps_are_replayed_from_their_own_durations(validation: Validation) -> None:
     """In the median, within 10 %."""
     assert (validation.table["replay"].abs() < 0.10).all(), validation.table
 
 
-def test_measured_steps_take_as_long_as_they_sleep(validation: px.Validation) -> None:
+def test_measured_steps_take_as_long_as_they_sleep(validation: Validation) -> None:
     """(m + p - 1)(f + b) of 5 ms each, plus one R a micro-batch in graphs with recomputes."""
     for name, row in validation.rows.items():
         least = 25e-3 + 25e-3 + (4 * 5e-3 if "always" in name else 0)
         assert min(row.makespans) >= least, name
 
 
-def test_the_table_says_what_the_rows_hold(validation: px.Validation) -> None:
+def test_the_table_says_what_the_rows_hold(validation: Validation) -> None:
     for name, row in validation.rows.items():
         of_table = validation.table.loc[name]
         assert len(row.makespans) == len(row.replayed) == len(row.losses) == 5
@@ -155,7 +157,7 @@ def test_the_table_says_what_the_rows_hold(validation: px.Validation) -> None:
         assert len(row.peak_memory) == 2
 
 
-def test_predictions_come_from_the_profile(validation: px.Validation) -> None:
+def test_predictions_come_from_the_profile(validation: Validation) -> None:
     assert validation.profile is not None
     assert validation.costs is validation.profile.costs
     for name, graph in graphs().items():
@@ -163,7 +165,7 @@ def test_predictions_come_from_the_profile(validation: px.Validation) -> None:
         assert again.makespan == validation.rows[name].predicted.makespan
 
 
-def test_memory_is_that_of_the_activations(validation: px.Validation) -> None:
+def test_memory_is_that_of_the_activations(validation: Validation) -> None:
     """GPipe that drops them holds less than GPipe that keeps them, predicted and measured."""
     table = validation.table
     for column in ("memory_predicted", "memory_measured"):
@@ -175,7 +177,7 @@ def test_memory_is_that_of_the_activations(validation: px.Validation) -> None:
     assert validation.rows["gpipe never"].peak_memory[1] == kept
 
 
-def test_differences_by_hand(validation: px.Validation) -> None:
+def test_differences_by_hand(validation: Validation) -> None:
     """Of what was measured in the same round; noise is the median of how far they stray."""
     slow, fast = (
         replace(
@@ -186,7 +188,7 @@ def test_differences_by_hand(validation: px.Validation) -> None:
         for f, makespans in ((2.0, (10.0, 11.0, 9.0)), (1.0, (8.0, 9.5, 5.0)))
     )  # in seconds; the makespans predicted are 20 and 10
     lucky = replace(fast, makespans=(10.5, 10.0, 9.5))
-    three = px.Validation({"slow": slow, "fast": fast, "lucky": lucky}, validation.costs)
+    three = Validation({"slow": slow, "fast": fast, "lucky": lucky}, validation.costs)
     expected = pd.DataFrame(
         {
             "pair": ["slow - fast", "slow - lucky", "fast - lucky"],
@@ -200,14 +202,14 @@ def test_differences_by_hand(validation: px.Validation) -> None:
     pd.testing.assert_frame_equal(three.differences, expected)
 
 
-def test_one_row_has_no_differences(validation: px.Validation) -> None:
+def test_one_row_has_no_differences(validation: Validation) -> None:
     name = NAMES[0]
-    one = px.Validation({name: validation.rows[name]}, validation.costs)
+    one = Validation({name: validation.rows[name]}, validation.costs)
     assert one.differences.empty
     assert list(one.differences.columns) == list(validation.differences.columns)
 
 
-def test_the_figure_has_a_panel_a_row(validation: px.Validation) -> None:
+def test_the_figure_has_a_panel_a_row(validation: Validation) -> None:
     figure = validation.figure()
     assert isinstance(figure, Figure)
     assert len(figure.axes) >= len(NAMES)
@@ -340,7 +342,7 @@ def test_a_stage_that_fails_ends_the_validation() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_loaded_as_it_was_saved(validation: px.Validation, saved: Path) -> None:
+def test_a_run_is_loaded_as_it_was_saved(validation: Validation, saved: Path) -> None:
     loaded = px.load_run(saved)
     pd.testing.assert_frame_equal(loaded.table, validation.table, check_exact=True)
     pd.testing.assert_frame_equal(loaded.differences, validation.differences, check_exact=True)
@@ -370,7 +372,7 @@ def test_a_loaded_run_is_saved_again(saved: Path, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(again.table, loaded.table, check_exact=True)
 
 
-def test_what_a_run_directory_holds(validation: px.Validation, saved: Path) -> None:
+def test_what_a_run_directory_holds(validation: Validation, saved: Path) -> None:
     files = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
     rows = {f"{name.replace(' ', '-')}/{file}.csv"
             for name in NAMES for file in ("timeline", "predicted", "parts", "ops")}  # fmt: skip
@@ -460,7 +462,7 @@ def test_files_that_the_record_does_not_list(saved: Path, tmp_path: Path) -> Non
     assert loaded.ops.empty
     assert loaded.profile is None
     with pytest.raises(RunDirectoryError, match=r"no complete profile: links\.csv is missing"):
-        px.Profile.load(run)
+        Profile.load(run)
     for name in ("timeline.csv", "costs.json"):
         forget(name)
         with pytest.raises(RunDirectoryError, match=rf"run\.json of .* lists no .*{name}; give"):
@@ -475,7 +477,7 @@ def test_a_run_directory_of_something_else(tmp_path: Path) -> None:
 
 
 def test_a_validation_does_not_replace_what_is_no_run(
-    validation: px.Validation, tmp_path: Path
+    validation: Validation, tmp_path: Path
 ) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")
@@ -484,7 +486,7 @@ def test_a_validation_does_not_replace_what_is_no_run(
     assert (tmp_path / "notes" / "thesis.txt").read_text() == "years of work"
 
 
-def test_validations_are_not_compared_value_by_value(validation: px.Validation) -> None:
+def test_validations_are_not_compared_value_by_value(validation: Validation) -> None:
     """Frames and arrays inside would refuse; they are what they are."""
     assert validation == validation
     assert validation != copy.copy(validation)
@@ -509,14 +511,14 @@ def test_warnings_are_pipesims_own(recwarn: pytest.WarningsRecorder) -> None:
 
 
 @pytest.fixture(scope="module")
-def repeated(quiet_machine: QuietMachine) -> px.Validation:
+def repeated(quiet_machine: QuietMachine) -> Validation:
     """Two calibrations, three steps of each row beside each."""
     with quiet_machine(), few_messages():
         return validate(repeat=2, n_steps=3, graphs=dict(list(graphs().items())[:2]))
 
 
 @pytest.mark.slow
-def test_repeats_have_predictions_of_their_own(repeated: px.Validation) -> None:
+def test_repeats_have_predictions_of_their_own(repeated: Validation) -> None:
     """Errors are those of each step from the prediction of its repeat."""
     for name, row in repeated.rows.items():
         assert len(row.predictions) == 2
@@ -539,7 +541,7 @@ def test_repeats_have_predictions_of_their_own(repeated: px.Validation) -> None:
 
 
 @pytest.mark.slow
-def test_repeats_are_told_and_saved(repeated: px.Validation, tmp_path: Path) -> None:
+def test_repeats_are_told_and_saved(repeated: Validation, tmp_path: Path) -> None:
     repeated.save(tmp_path / "run", figures=False)
     loaded = px.load_run(tmp_path / "run")
     pd.testing.assert_frame_equal(loaded.table, repeated.table, check_exact=True)
@@ -553,7 +555,7 @@ def test_repeats_are_told_and_saved(repeated: px.Validation, tmp_path: Path) -> 
     ]
 
 
-def test_the_interval_of_one_repeat_is_over_its_steps(validation: px.Validation) -> None:
+def test_the_interval_of_one_repeat_is_over_its_steps(validation: Validation) -> None:
     row = validation.rows[NAMES[0]]
     mean, low, high = row.error_interval
     assert mean == pytest.approx(row.errors.mean())
@@ -561,7 +563,7 @@ def test_the_interval_of_one_repeat_is_over_its_steps(validation: px.Validation)
     assert (low, high) == pytest.approx((mean - half, mean + half))
 
 
-def test_parts_sum_to_the_error_of_each_step(repeated: px.Validation) -> None:
+def test_parts_sum_to_the_error_of_each_step(repeated: Validation) -> None:
     for row in repeated.rows.values():
         assert row.parts is not None
         assert row.parts["repeat"].tolist() == [0, 0, 0, 1, 1, 1]
@@ -574,7 +576,7 @@ def test_parts_sum_to_the_error_of_each_step(repeated: px.Validation) -> None:
     np.testing.assert_allclose(table.iloc[:, 2:].sum(axis=1), table["error"], atol=1e-12)
 
 
-def test_errors_of_operations(validation: px.Validation) -> None:
+def test_errors_of_operations(validation: Validation) -> None:
     """By stage; predicted are the costs."""
     ops = validation.ops
     assert set(ops.index.unique("graph")) == set(NAMES)

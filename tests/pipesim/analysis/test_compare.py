@@ -17,6 +17,7 @@ from tracing import traced, write
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError
+from pipesim.graph import Tasks
 
 
 def run(name: str, m: int = 4, **costs: Any) -> ps.Timeline:
@@ -149,7 +150,7 @@ def test_of_tasks_on_other_devices() -> None:
     """A task on another device is another one."""
     columns = {"op": [ps.Op.F, ps.Op.B], "stage": [0, 0], "microbatch": [0, 0], "stream": [0, 0]}
     one, other = (
-        ps.simulate(ps.TaskGraph.build(ps.Tasks(device=[k, k], **columns)), ps.Costs(1, 2))
+        ps.simulate(ps.TaskGraph.build(Tasks(device=[k, k], **columns)), ps.Costs(1, 2))
         for k in range(2)
     )
     with pytest.raises(TimelineError, match="0F0 on device 0, 0B0 on device 0 are only in the pre"):
@@ -222,7 +223,7 @@ def test_models_of_other_sizes() -> None:
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        shared = SPLIT.in_chunks(ps.v_shaped(2))
+        shared = SPLIT.in_chunks(ps.Placement.v_shaped(2))
         ps.compare({"gpipe": _timeline("gpipe"), "zbv": _timeline("zbv", shared)})
         ps.compare({"gpipe": _timeline("gpipe"), "1f1b": _timeline("1f1b")})
 

@@ -24,6 +24,7 @@ from pipesim.analysis.idle_gaps import Cause, Chain, Gaps, make_chain
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.plot import paper_figure
+from pipesim.simulation import LogNormal
 
 pytestmark = pytest.mark.usefixtures("no_figures_left")
 
@@ -90,7 +91,7 @@ def test_gaps_sum_to_their_device(name: str, with_costs: bool) -> None:
         network=ps.Network(latency=0.5, bandwidth=4, links=(link,)),
     )  # fmt: skip
     graph = ps.lower(ps.schedule(name, 3, 4), n_replicas=2, hosts="per_device")
-    noise = ps.Noise(seed=1, task=ps.LogNormal(0.1))
+    noise = ps.Noise(seed=1, task=LogNormal(0.1))
     timeline = ps.simulate(graph, costs, noise=noise)
     if not with_costs:
         timeline = without_costs(timeline)
@@ -330,7 +331,7 @@ def test_compiled_and_plain() -> None:
     network = ps.Network(latency=0.25, bandwidth=2)
     costs = ps.Costs((1, 2, 1), 2, output_bytes=1, launch=0.125, network=network)
     graph = ps.lower(ps.schedule("1f1b", 3, 6), n_replicas=2)
-    timeline = ps.simulate(graph, costs, noise=ps.Noise(seed=1, task=ps.LogNormal(0.1)))
+    timeline = ps.simulate(graph, costs, noise=ps.Noise(seed=1, task=LogNormal(0.1)))
     with as_python():
         plain = timeline.why.idle_by_cause()
     with compiled():

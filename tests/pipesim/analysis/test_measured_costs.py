@@ -131,7 +131,7 @@ def test_of_a_real_run() -> None:
 def split_run(costs: ps.Costs, *orders: str) -> ps.Timeline:
     """Simulate one micro-batch in orders of one's own."""
     actions = [order.split() for order in orders]
-    schedule = ps.Schedule.from_orders(actions, placement=ps.linear(2), n_microbatches=1)
+    schedule = ps.Schedule.from_orders(actions, placement=ps.Placement.linear(2), n_microbatches=1)
     return ps.simulate(ps.lower(schedule), costs)
 
 

@@ -56,7 +56,7 @@ def test_split_backwards_beside_overlapped_ones() -> None:
     """A stage whose every B is overlapped has I and W for B; its halves keep their sum."""
     orders = [["0F0", "1F0", "0F1", "(1F1;1B0)OVERLAP_F_B", "0B0", "1I1", "1W1", "0B1"]]
     costs = ps.Costs((1, 1), (2, 2), 1.25, 1.5, overlapped=2.4)
-    back = ps.Costs.from_timeline(run(orders, costs, placement=ps.looped(1, 2)))
+    back = ps.Costs.from_timeline(run(orders, costs, placement=ps.Placement.looped(1, 2)))
     assert back.backward == pytest.approx((2, 2.75))
     assert back.overlapped == pytest.approx((3, 2.4))
 
@@ -65,7 +65,7 @@ def test_one_half_of_each_stage() -> None:
     """Where only the F or only the B of a stage overlaps, it gets its share back."""
     orders = [["0F0", "1F0", "(0F1;1B0)OVERLAP_F_B", "1F1", "0B0", "1B1", "0B1"]]
     costs = ps.Costs((1, 0), (3, 2), overlapped=(8, 5))
-    timeline = run(orders, costs, placement=ps.looped(1, 2))
+    timeline = run(orders, costs, placement=ps.Placement.looped(1, 2))
     back = ps.Costs.from_timeline(timeline)
     assert back.overlapped == pytest.approx((8, 5))
     assert ps.simulate(timeline.graph, back).makespan == pytest.approx(timeline.makespan)

@@ -182,7 +182,7 @@ def test_schedules_with_other_stages() -> None:
     expected = simulated(ps.lower(zbv), costs.in_chunks(zbv.placement), 1e7)
     assert got["schedule='zbv'"] == pytest.approx(expected)
     uneven = ps.Costs(1, 5, input_grad=4, weight_grad=1, activation_bytes=4, weight_grad_bytes=1)
-    half = uneven.in_chunks(ps.v_shaped(2))
+    half = uneven.in_chunks(ps.Placement.v_shaped(2))
     ordered = ps.schedule("v_half", 2, 4, costs=half)
     got = table_of(uneven, ps.schedule("1f1b", 2, 4), 8)
     assert got["schedule='v_half'"] == simulated(ps.lower(ordered), half, 8)
@@ -223,7 +223,7 @@ def test_layers_are_balanced_for_other_stages(step: float | None) -> None:
 @pytest.mark.slow
 def test_what_layers_of_other_stages_cost() -> None:
     """Other splits stay; STEP and launches of stages are shared by a device's stages."""
-    placed = MODEL.costs(2, **SIZES, placement=ps.linear(2))
+    placed = MODEL.costs(2, **SIZES, placement=ps.Placement.linear(2))
     zbv = ps.schedule("zbv", 2, 4)
     got = table_of(placed, ps.schedule("1f1b", 2, 4), 1e7)[
         "schedule='zbv', layers_per_stage=[1, 1, 1, 1]"

@@ -83,7 +83,7 @@ def test_stages_put_together_again_give_the_costs_of_devices() -> None:
     """Of every field with one value a stage: those that stages have whole are not summed."""
     names = sorted({*STAGE_ROWS} - {"expert_layers", "reduced_share"})
     costs = ps.Costs(**dict.fromkeys(names, (4.0, 6.0)), expert_layers=(2, 4), reduced_share=0.5)
-    placement = ps.looped(2, 2)
+    placement = ps.Placement.looped(2, 2)
     timeline = ps.simulate(
         ps.lower(ps.schedule("interleaved_1f1b", 2, 4)), costs.in_chunks(placement)
     )

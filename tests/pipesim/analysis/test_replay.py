@@ -20,6 +20,7 @@ from small_pipelines import cut, data, dense, pipeline
 from strategies import cases, noises, skipping_cases
 
 import pipesim as ps
+from pipesim.costs import TaskCosts
 from pipesim.errors import AccuracyWarning, CostsError, TimelineError
 from pipesim.ops import Op
 
@@ -75,7 +76,7 @@ def test_by_hand(hosts: str, n_stages: int) -> None:
         assert (again.end == timeline.end).all()
 
 
-def of_tasks(task_graph: ps.TaskGraph, costs: ps.Costs, *, recorded: bool) -> ps.TaskCosts:
+def of_tasks(task_graph: ps.TaskGraph, costs: ps.Costs, *, recorded: bool) -> TaskCosts:
     """Return costs whose tasks each have a launch of their own."""
     tasks = costs.of(task_graph).per_task()
     launch = np.arange(len(task_graph)) % 5 / 7

@@ -8,6 +8,7 @@ import pytest
 from command_output import BASE, fail, rows, succeed
 
 import pipesim as ps
+from pipesim.costs import Workload
 from pipesim.utils.texts import parse_bytes
 
 GIB = 2**30
@@ -129,7 +130,7 @@ def test_bytes_as_text(text: str, nbytes: float | None) -> None:
 
 def test_html_of_a_timeline() -> None:
     """The line below the figure has what is known."""
-    work = ps.Workload(tokens=8, flops=6, peak_flops=1, memory=30)
+    work = Workload(tokens=8, flops=6, peak_flops=1, memory=30)
     costs = ps.Costs(1, 2, activation_bytes=5, parameter_bytes=5, workload=work)
     graph = ps.lower(ps.schedule("gpipe", 2, 2))
     text = ps.simulate(graph, costs)._repr_html_()

@@ -455,7 +455,7 @@ def content(name: str) -> bytes:
         COSTS.save(name)
         return Path(name).read_bytes()
     if name == "page.html":
-        ps.to_html(name, SCHEDULE)
+        ps.plot.to_html(name, SCHEDULE)
         return Path(name).read_bytes()
     return {
         "empty.csv": b"",

@@ -264,44 +264,44 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_costs_of_devices_in_chunks() -> None:
     """What a device takes is shared by its stages; messages and launches stay as they are."""
     costs = ps.Costs(forward=(4, 6), backward=8, output_bytes=3, launch=1, parameter_bytes=(2, 4))
-    chunks = costs.in_chunks(ps.v_shaped(2))
+    chunks = costs.in_chunks(ps.Placement.v_shaped(2))
     assert chunks.forward == (2, 3, 3, 2)
     assert chunks.backward == (4, 4, 4, 4)
     assert chunks.parameter_bytes == (1, 2, 2, 1)
     assert (chunks.output_bytes, chunks.launch, chunks.input_grad) == (3, 1, None)
-    assert costs.in_chunks(ps.linear(2)).per_stage("forward", 2).tolist() == [4, 6]
-    assert costs.in_chunks(ps.bidirectional(2)).forward == (4, 6)
+    assert costs.in_chunks(ps.Placement.linear(2)).per_stage("forward", 2).tolist() == [4, 6]
+    assert costs.in_chunks(ps.Placement.bidirectional(2)).forward == (4, 6)
     with pytest.raises(CostsError, match="forward has 2 values for 3 devices"):
-        costs.in_chunks(ps.linear(3))
+        costs.in_chunks(ps.Placement.linear(3))
 
 
 def test_slow_layers_are_cut_in_their_order() -> None:
     """The third quarter of a model is stages 4 and 5, whatever devices have them."""
     costs = ps.Costs(forward=(1, 1, 3, 1), backward=2, output_bytes=(5, 6, 7, 8), launch=1)
-    chunks = costs.in_chunks(ps.looped(4, 2), per="layers")
+    chunks = costs.in_chunks(ps.Placement.looped(4, 2), per="layers")
     assert chunks.forward == (0.5, 0.5, 0.5, 0.5, 1.5, 1.5, 0.5, 0.5)
     assert chunks.backward == (1,) * 8
     assert chunks.output_bytes == (5, 5, 6, 6, 7, 7, 8, 8)
     assert chunks.launch == 1
-    assert costs.in_chunks(ps.v_shaped(4), per="layers").forward == chunks.forward
+    assert costs.in_chunks(ps.Placement.v_shaped(4), per="layers").forward == chunks.forward
     rows = ps.Costs(forward=[[1, 2], [3, 4]], backward=1)
-    assert rows.in_chunks(ps.v_shaped(2), per="layers").forward == (
+    assert rows.in_chunks(ps.Placement.v_shaped(2), per="layers").forward == (
         (0.5, 1), (0.5, 1), (1.5, 2), (1.5, 2),
     )  # fmt: skip
     with pytest.raises(CostsError, match="cuts 2 parts of the model into 3 stages"):
         ps.Costs((1, 2), 2).in_chunks(ps.Placement([0, 1, 0]), per="layers")
     with pytest.raises(UnknownNameError, match="unknown per 'layer'"):
-        costs.in_chunks(ps.v_shaped(4), per="layer")  # type: ignore[arg-type]
+        costs.in_chunks(ps.Placement.v_shaped(4), per="layer")  # type: ignore[arg-type]
 
 
 def test_slow_devices_are_told_from_slow_layers() -> None:
     """Once, and only where it matters: several stages a device whose seconds differ."""
     uneven, match = ps.Costs((1, 1, 3, 1), 2), "if layers of the model are slow, give per='layers'"
     with pytest.warns(CostsWarning, match=match) as caught:
-        uneven.in_chunks(ps.v_shaped(4))
+        uneven.in_chunks(ps.Placement.v_shaped(4))
     assert [w.filename for w in caught] == [__file__]
     with pytest.warns(CostsWarning, match=match) as caught:
-        ps.Costs([[1, 2], [3, 4]], 2).in_chunks(ps.v_shaped(2))
+        ps.Costs([[1, 2], [3, 4]], 2).in_chunks(ps.Placement.v_shaped(2))
     assert len(caught) == 1
     grid = {"schedule": ["zbv", "interleaved_1f1b"], "n_microbatches": [4, 8]}
     base = {"n_devices": 4, "forward": [1, 1, 3, 1], "input_grad": 1, "weight_grad": 1}
@@ -310,13 +310,13 @@ def test_slow_devices_are_told_from_slow_layers() -> None:
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        uneven.in_chunks(ps.linear(4))
-        uneven.in_chunks(ps.v_shaped(4), per="device")
-        ps.Costs(1, 2, activation_bytes=(1, 2, 3, 4)).in_chunks(ps.v_shaped(4))
+        uneven.in_chunks(ps.Placement.linear(4))
+        uneven.in_chunks(ps.Placement.v_shaped(4), per="device")
+        ps.Costs(1, 2, activation_bytes=(1, 2, 3, 4)).in_chunks(ps.Placement.v_shaped(4))
         table = ps.sweep(grid, base={**base, "per": "layers"}, n_jobs=1, progress=False)
     costs = ps.Costs((1, 1, 3, 1), input_grad=1, weight_grad=1)
     graph = ps.lower(ps.schedule("interleaved_1f1b", 4, 8))
-    expected = ps.simulate(graph, costs.in_chunks(ps.looped(4, 2), per="layers")).makespan
+    expected = ps.simulate(graph, costs.in_chunks(ps.Placement.looped(4, 2), per="layers")).makespan
     assert table["makespan"].iloc[-1] == expected
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim import read_layout, write_layout
+from pipesim.costs import read_layout, write_layout
 from pipesim.errors import ArgumentError
 
 
@@ -102,12 +102,12 @@ def test_the_layout_of_costs() -> None:
     costs = model.costs([7, 9, 9, 7], **options)
     assert costs.layout == "Et*7|(t*9|)*2t*7L"
     assert model.costs(costs.layout, **options) == costs
-    balanced = model.costs("balanced", placement=ps.v_shaped(4), **options).layout
+    balanced = model.costs("balanced", placement=ps.Placement.v_shaped(4), **options).layout
     assert balanced is not None
     assert sum(read_layout(balanced)) == 32
     assert len(read_layout(balanced)) == 8
     assert ps.Costs(1, 2).layout is None
-    assert costs.in_chunks(ps.v_shaped(4)).layout is None
+    assert costs.in_chunks(ps.Placement.v_shaped(4)).layout is None
     assert model.costs(1, **options).layout == "Et*32L"
     layers = ps.Layers({"forward": [1, 1, 4], "backward": [2, 2, 8]})
     assert layers.costs(2).layout is None

@@ -57,14 +57,16 @@ def test_saved_and_taken_from_a_timeline(tmp_path: Path) -> None:
         timeline = simulated(costs, overlap=False)
         again = simulated(ps.Costs.from_timeline(timeline), overlap=False)
         assert again.makespan == pytest.approx(timeline.makespan)
-    assert HELD.in_chunks(ps.v_shaped(2)).output_seconds == 0.5
+    assert HELD.in_chunks(ps.Placement.v_shaped(2)).output_seconds == 0.5
     assert HELD.scaled(2).output_seconds == 0.5
 
 
 def test_orders_know_of_them() -> None:
     """A message of seconds delays what an order waits for, as latency does."""
     orders = [
-        ps.order_by(ps.linear(3), 6, replace(costs, backward=None, input_grad=1, weight_grad=1))
+        ps.order_by(
+            ps.Placement.linear(3), 6, replace(costs, backward=None, input_grad=1, weight_grad=1)
+        )
         for costs in (FREE, HELD)
     ]
     assert orders[0] == orders[1]

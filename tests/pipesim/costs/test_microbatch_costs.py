@@ -43,7 +43,7 @@ def test_values_of_one_microbatch_and_averages() -> None:
     assert (second.forward, second.backward, second.activation_bytes) == ((2, 5), 2, (5, 1))
     assert costs.averaged().forward == (1.5, 5.0)
     assert costs.scaled(2, op="F", stage=0).forward == ((2.0, 4.0), (5.0, 5.0))
-    chunks = costs.in_chunks(ps.looped(2, 2))
+    chunks = costs.in_chunks(ps.Placement.looped(2, 2))
     assert chunks.forward == ((0.5, 1.0), (2.5, 2.5), (0.5, 1.0), (2.5, 2.5))
     assert ps.Costs(1, 2).microbatch(7) == ps.Costs(1, 2) == ps.Costs(1, 2).averaged()
 

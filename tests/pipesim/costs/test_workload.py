@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import pipesim as ps
+from pipesim.costs import Workload
 from pipesim.errors import ArgumentError, CostsError, UnknownNameError
 
 SETTINGS = {"layers_per_stage": [2, 2], "hidden_size": 64, "gpu": {"flops": 1e12}, "wide": True}
-WORKLOAD = ps.Workload(
+WORKLOAD = Workload(
     tokens=2048, flops=3e12, gpus_per_device=8, peak_flops=989e12, memory=80e9, settings=SETTINGS
 )
 
@@ -23,7 +24,7 @@ def test_costs_keep_their_workload(tmp_path: Path) -> None:
     """In files, copies, scaled costs, costs of chunks and costs of a timeline."""
     costs = ps.Costs(1, 2, workload=WORKLOAD)
     costs.save(tmp_path / "costs.json")
-    placement = ps.v_shaped(2)
+    placement = ps.Placement.v_shaped(2)
     timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), costs)
     copies = (
         ps.Costs.load(tmp_path / "costs.json"),
@@ -37,7 +38,7 @@ def test_costs_keep_their_workload(tmp_path: Path) -> None:
     )
     for other in copies:
         assert other.workload == WORKLOAD
-        assert isinstance(other.workload, ps.Workload)
+        assert isinstance(other.workload, Workload)
         assert other.workload.settings == SETTINGS
     assert copies[0] == costs
     assert hash(copies[0]) == hash(costs)
@@ -46,12 +47,12 @@ def test_costs_keep_their_workload(tmp_path: Path) -> None:
 
 def test_settings_are_not_compared_and_not_shared() -> None:
     """Equal workloads have the same numbers; a change of one's settings changes no other's."""
-    other = ps.Workload.from_dict(WORKLOAD.to_dict() | {"settings": {"hidden_size": 128}})
+    other = Workload.from_dict(WORKLOAD.to_dict() | {"settings": {"hidden_size": 128}})
     assert other == WORKLOAD
     assert hash(other) == hash(WORKLOAD)
     assert other != replace(WORKLOAD, tokens=1024)
     numpy_settings: dict[str, Any] = {"layers_per_stage": np.array([1, 2]), "size": np.int64(3)}
-    workload = ps.Workload(1, 1, settings=numpy_settings)
+    workload = Workload(1, 1, settings=numpy_settings)
     assert workload.settings == {"layers_per_stage": [1, 2], "size": 3}
     workload.to_dict()["settings"]["size"] = 4
     assert workload.settings["size"] == 3
@@ -82,12 +83,12 @@ def test_settings_are_values_of_json(value: Any) -> None:
 def test_mappings_are_checked() -> None:
     """Tables of files give a workload; mistakes name the key."""
     costs = ps.Costs(1, 2, workload={"tokens": 8, "flops": 100})
-    assert costs.workload == ps.Workload(8, 100)
+    assert costs.workload == Workload(8, 100)
     with pytest.raises(UnknownNameError, match="'token'; did you mean 'tokens'"):
         ps.Costs(1, 2, workload={"token": 8, "flops": 100})
     with pytest.raises(CostsError, match="workload: flops is missing"):
         ps.Costs(1, 2, workload={"tokens": 8})
-    with pytest.raises(CostsError, match=r"workload must be a pipesim\.Workload or a mapping, got"):
+    with pytest.raises(CostsError, match=r"must be a pipesim\.costs\.Workload or a mapping, got"):
         ps.Costs(1, 2, workload=[8, 100])  # type: ignore[arg-type]
 
 

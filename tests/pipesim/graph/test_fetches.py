@@ -7,6 +7,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
+from pipesim.graph import Tasks
 from pipesim.graph.tasks import StreamKind
 from pipesim.ops import Action, Op
 
@@ -21,7 +22,7 @@ def one_device(actions: str, **options: object) -> ps.TaskGraph:
     """Return the graph of some actions on one device; a ``+`` marks halves that overlap."""
     texts = actions.split()
     parsed = [Action.parse(text.rstrip("+")) for text in texts]
-    tasks = ps.Tasks(
+    tasks = Tasks(
         op=np.array([a.op for a in parsed]),
         device=np.zeros(len(parsed), dtype=int),
         stage=np.array([a.stage for a in parsed]),

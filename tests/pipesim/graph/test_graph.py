@@ -16,6 +16,7 @@ from strategies import graphs
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, GraphError, UnknownNameError
+from pipesim.graph import Tasks
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.rules import PAIRS, RULES
 from pipesim.graph.tasks import StreamKind
@@ -152,7 +153,7 @@ def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
         *(graph.peer_stage, graph.part),
     )
     order = np.argsort(graph.stream, kind="stable")
-    shuffled = ps.Tasks(*(column[order] for column in columns))
+    shuffled = Tasks(*(column[order] for column in columns))
     kept = ("rendezvous", "n_batches", "grad_sync", "tied")
     same = {name: getattr(graph, name) for name in kept}
     again = TaskGraph.build(shuffled, **same)
@@ -189,9 +190,9 @@ COLUMNS = {
 def test_columns_are_any_integers(convert: Callable[[list[int]], Any]) -> None:
     """Lists, series and small integers make the graph that arrays of 64 bits make."""
     arrays = {name: np.array(column, dtype=np.int64) for name, column in COLUMNS.items()}
-    wanted = TaskGraph.build(ps.Tasks(**arrays))
+    wanted = TaskGraph.build(Tasks(**arrays))
     graph = TaskGraph.build(
-        ps.Tasks(**{name: convert(column) for name, column in COLUMNS.items()}),
+        Tasks(**{name: convert(column) for name, column in COLUMNS.items()}),
         group=convert([-1] * 5),
     )
     assert [graph.task(t) for t in range(5)] == [wanted.task(t) for t in range(5)]
@@ -203,13 +204,13 @@ def test_columns_are_any_integers(convert: Callable[[list[int]], Any]) -> None:
 def test_small_integers_do_not_overflow() -> None:
     """Streams 127 and -2 are 129 apart, which is -127 in 8 bits: 3 of the device before."""
     columns = ([Op.F] * 3, [63, 62, 0], [0, 0, 1], [0, 1, 0], [127, 1, -2])
-    graph = TaskGraph.build(ps.Tasks(*(np.array(column, np.int8) for column in columns)))
+    graph = TaskGraph.build(Tasks(*(np.array(column, np.int8) for column in columns)))
     assert graph.streams == ((0, "collective"), (62, "send:0"), (63, "send:63"))
 
 
 def test_tasks_without_any() -> None:
     """Empty lists, which numpy takes for floats."""
-    assert len(TaskGraph.build(ps.Tasks([], [], [], [], []))) == 0  # type: ignore[arg-type]
+    assert len(TaskGraph.build(Tasks([], [], [], [], []))) == 0  # type: ignore[arg-type]
 
 
 def changed(name: str, row: int, value: object) -> dict[str, Any]:
@@ -263,23 +264,23 @@ def test_bad_columns(column: dict[str, Any], message: str) -> None:
     group = columns.pop("group", None)
     for make in (TaskGraph.build, TaskGraph.wire):
         with pytest.raises(GraphError, match=message):
-            make(ps.Tasks(**columns), group=group)
+            make(Tasks(**columns), group=group)
 
 
 def test_numbers_far_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 32 bits each, but together beyond memory, or beyond what can be told apart."""
     monkeypatch.setattr("pipesim.utils.host_memory.available_memory", lambda: 10**10)
     with pytest.raises(CapacityError, match=r"stages to 2147483646 and .*from 0, without gaps"):
-        TaskGraph.build(ps.Tasks(**{**COLUMNS, **changed("stage", 4, 2**31 - 2)}))
+        TaskGraph.build(Tasks(**{**COLUMNS, **changed("stage", 4, 2**31 - 2)}))
     far = {"device": [0, 10**6] * 2, "stage": [0, 10**6] * 2, "stream": [0, 2 * 10**6] * 2}
-    tasks = ps.Tasks(op=[0, 1] * 2, microbatch=[0] * 4, replica=[0, 3] * 2, **far)  # type: ignore[arg-type]
+    tasks = Tasks(op=[0, 1] * 2, microbatch=[0] * 4, replica=[0, 3] * 2, **far)  # type: ignore[arg-type]
     with pytest.raises(GraphError, match="devices to 1000000, of stages to 1000000 and of replic"):
         TaskGraph.build(tasks)
 
 
 def test_no_tasks_at_all() -> None:
     """Columns that are in nothing."""
-    with pytest.raises(GraphError, match=r"a graph is wired from pipesim\.Tasks, got list"):
+    with pytest.raises(GraphError, match=r"a graph is wired from pipesim\.graph\.Tasks, got list"):
         TaskGraph.build([[0], [0], [0], [0], [0]])  # type: ignore[arg-type]
 
 
@@ -321,7 +322,7 @@ def test_unknown_hosts() -> None:
     """A graph of one's own has hosts of a known kind too."""
     one = np.zeros(1, dtype=np.int64)
     with pytest.raises(UnknownNameError, match=r"unknown hosts 'two' \(known: one, per_device\)"):
-        TaskGraph.build(ps.Tasks(one, one, one, one, one), hosts="two")  # type: ignore[arg-type]
+        TaskGraph.build(Tasks(one, one, one, one, one), hosts="two")  # type: ignore[arg-type]
 
 
 def test_graphs_share_no_arrays_that_can_be_written() -> None:

@@ -8,7 +8,8 @@ from drawing import times
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
-from pipesim.ops import parse_action
+from pipesim.graph import Tasks
+from pipesim.ops import Overlapped, parse_action
 
 ORDERS = [
     ["0F0", "0F1", "(0F2;0B0)OVERLAP_F_B", "0B1", "0B2"],
@@ -26,7 +27,7 @@ def test_text_and_back(schedule: ps.Schedule) -> None:
     assert [[str(action) for action in order] for order in schedule.orders] == ORDERS
     assert ps.Schedule.from_orders(schedule.orders) == schedule
     pair = parse_action(" (0F2;7B0)OVERLAP_F_B ")
-    assert pair == ps.Overlapped(ps.Action(0, ps.Op.F, 2), ps.Action(7, ps.Op.B, 0))
+    assert pair == Overlapped(ps.Action(0, ps.Op.F, 2), ps.Action(7, ps.Op.B, 0))
     assert len(schedule) == 12
     alone = [[a.replace("(0F2;0B0)OVERLAP_F_B", "0F2") for a in o] for o in ORDERS]
     assert ps.Schedule.from_orders(alone) != schedule
@@ -117,7 +118,10 @@ def test_overlap_that_cannot_be() -> None:
 def test_overlapped_with_nothing() -> None:
     """Columns that mark an F before something else than a B."""
     schedule = ps.Schedule.from_columns(
-        "odd", ps.linear(1), 2, [([0, 0, 1, 1], [0] * 4, [0, 1, 0, 1], [True, False, False, False])]
+        "odd",
+        ps.Placement.linear(1),
+        2,
+        [([0, 0, 1, 1], [0] * 4, [0, 1, 0, 1], [True, False, False, False])],
     )
     with pytest.raises(ScheduleError, match=r"position 0: .*is overlapped with nothing"):
         ps.verify(schedule)
@@ -126,8 +130,8 @@ def test_overlapped_with_nothing() -> None:
 def test_odd_halves_in_a_graph() -> None:
     """A graph of one's own, whose marks do not pair up."""
     columns = ([0, 0, 1, 1], [0] * 4, [0] * 4, [0, 1, 0, 1], [0] * 4)
-    tasks = ps.Tasks(*columns, overlapped=[1, 0, 1, 0])  # type: ignore[arg-type]
+    tasks = Tasks(*columns, overlapped=[1, 0, 1, 0])  # type: ignore[arg-type]
     with pytest.raises(GraphError, match="is overlapped with nothing"):
         ps.verify(ps.TaskGraph.build(tasks))
     with pytest.raises(GraphError, match="overlapped must be 0 to 1, got 2"):
-        ps.TaskGraph.build(ps.Tasks(*columns, overlapped=[2, 0, 1, 0]))  # type: ignore[arg-type]
+        ps.TaskGraph.build(Tasks(*columns, overlapped=[2, 0, 1, 0]))  # type: ignore[arg-type]

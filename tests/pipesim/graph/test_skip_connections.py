@@ -21,6 +21,7 @@ from strategies import noises, skipping_cases
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, GraphError, ScheduleError, TimelineError
+from pipesim.graph import Tasks
 from pipesim.graph.tasks import StreamKind
 from pipesim.graph.verify import verify
 from pipesim.ops import COMPUTE, EXCHANGES, SENDS, TRANSFERS
@@ -397,7 +398,7 @@ def test_columns_of_ones_own(op: str, stage: int, peer: int) -> None:
     """A message that names a stage on the wrong side, and a task that is no message."""
     columns = np.array([[ps.Op[op], stage, stage, 0, 0], [ps.Op.F, 1 - stage, 1 - stage, 0, 0]]).T
     with pytest.raises(GraphError, match=f"row 0: {op} of stage {stage} has peer_stage {peer}"):
-        ps.TaskGraph.build(ps.Tasks(*columns, peer_stage=np.array([peer, -1])))
+        ps.TaskGraph.build(Tasks(*columns, peer_stage=np.array([peer, -1])))
 
 
 def test_graphs_of_ones_own() -> None:
@@ -405,14 +406,14 @@ def test_graphs_of_ones_own() -> None:
     graph = unet(3, 1, skips=[(0, 2)], portals=False)
     columns = (graph.op, graph.device, graph.stage, graph.microbatch)
     stream = [StreamKind.code(graph.streams[s][1]) for s in graph.stream]
-    tasks = ps.Tasks(*columns, stream, peer_stage=graph.peer_stage)  # type: ignore[arg-type]
+    tasks = Tasks(*columns, stream, peer_stage=graph.peer_stage)  # type: ignore[arg-type]
     assert ps.TaskGraph.build(tasks).skips == ((0, 1), (1, 2))
     again = ps.TaskGraph.build(tasks, skips=[(0, 2)], portals=False)
     assert (costs().of(again).nbytes == costs().of(graph).nbytes).all()
     with pytest.raises(GraphError, match="stages 0 and 1 have messages of a skip"):
         ps.TaskGraph.build(tasks, skips=[(0, 2)])
     lone = np.flatnonzero(np.array(names(graph)) != "1RECV_F0<0")
-    cut = ps.Tasks(*(np.asarray(c)[lone] for c in (*columns, stream)),
+    cut = Tasks(*(np.asarray(c)[lone] for c in (*columns, stream)),
                    peer_stage=graph.peer_stage[lone])  # fmt: skip
     with pytest.raises(GraphError, match=r"0SEND_F0>1.* has no counterpart"):
         verify(ps.TaskGraph.build(cut))

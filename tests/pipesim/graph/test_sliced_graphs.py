@@ -22,6 +22,7 @@ from pipesim.errors import (
     ScheduleError,
     TimelineError,
 )
+from pipesim.graph import Tasks
 from pipesim.scheduling.schedule import fewer_microbatches
 
 TWO_STAGES = (
@@ -214,7 +215,7 @@ def test_copies_and_files_keep_the_slices(tmp_path: Path) -> None:
 def test_a_graph_of_own_tasks() -> None:
     """Without `lower`: two slices of one stage."""
     columns = [[ps.Op.F, ps.Op.F, ps.Op.B, ps.Op.B], [0] * 4, [0] * 4, [0, 1, 1, 0], [0] * 4]
-    tasks = ps.Tasks(*(np.array(column, dtype=np.int64) for column in columns))
+    tasks = Tasks(*(np.array(column, dtype=np.int64) for column in columns))
     graph = ps.TaskGraph.build(tasks, n_slices=2)
     assert needed(graph, "0F1") == ["0F0"]
     assert needed(graph, "0B0") == ["0B1", "0F0"]

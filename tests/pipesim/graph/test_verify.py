@@ -16,7 +16,7 @@ import pipesim as ps
 from pipesim.errors import DeadlockError, GraphError, PipeError, ScheduleError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import StreamKind, Tasks
-from pipesim.ops import SCHEDULED, Action, Op
+from pipesim.ops import SCHEDULED, Action, Op, Overlapped
 from pipesim.utils.csr import CSR
 
 
@@ -65,7 +65,7 @@ def test_half_a_backward(half: str, other: str) -> None:
 
 def test_device_without_actions() -> None:
     """A stage that nothing runs: its first forward is missing."""
-    schedule = ps.Schedule.from_orders([["0F0", "0B0"], []], placement=ps.linear(2))
+    schedule = ps.Schedule.from_orders([["0F0", "0B0"], []], placement=ps.Placement.linear(2))
     assert "device 1 lacks 1F0" in refusal(schedule)
 
 
@@ -94,7 +94,7 @@ def test_whole_and_half_a_backward(half: str, marked: str) -> None:
 def test_out_of_range() -> None:
     """Stages beyond the placement, micro-batches beyond their number."""
     orders = [["0F0", "0B0", "1F0"]]
-    schedule = ps.Schedule.from_orders(orders, placement=ps.linear(1))
+    schedule = ps.Schedule.from_orders(orders, placement=ps.Placement.linear(1))
     assert "position 2: 1F0 names a stage outside 0..0" in refusal(schedule)
     schedule = ps.Schedule.from_orders([["0F0", "0B0", "0F7"]], n_microbatches=2)
     assert "position 2: 0F7 names a micro-batch outside 0..1" in refusal(schedule)
@@ -103,7 +103,7 @@ def test_out_of_range() -> None:
 def test_unlisted_operation() -> None:
     """A transfer that came in as a column."""
     columns = ([Op.F, Op.B, Op.SEND_F], [0, 0, 0], [0, 0, 0])
-    schedule = ps.Schedule.from_columns("mine", ps.linear(1), 1, [columns])
+    schedule = ps.Schedule.from_columns("mine", ps.Placement.linear(1), 1, [columns])
     message = refusal(schedule)
     assert "position 2: 0SEND_F0 is no operation that a schedule lists (F, B, I, W, R)" in message
 
@@ -129,7 +129,7 @@ def test_any_single_edit_is_found(schedule: ps.Schedule, data: st.DataObject) ->
         del orders[device][position]
     elif edit == "double":
         orders[device].insert(data.draw(st.integers(0, len(orders[device]))), action)
-    elif isinstance(action, ps.Overlapped):
+    elif isinstance(action, Overlapped):
         half = data.draw(st.sampled_from(["forward", "backward"]))
         changed = edited(getattr(action, half), edit, schedule, data)
         orders[device][position] = action._replace(**{half: changed})

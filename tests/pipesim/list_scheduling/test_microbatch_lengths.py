@@ -20,7 +20,9 @@ PRIORITIES = ("backward_first", "forward_first", "first_come", "critical_path", 
 
 
 def simulated(priority: str) -> ps.Timeline:
-    schedule = ps.order_by(ps.linear(2), 3, THREE, priority=priority, split_backward=False)
+    schedule = ps.order_by(
+        ps.Placement.linear(2), 3, THREE, priority=priority, split_backward=False
+    )
     return ps.simulate(ps.lower(schedule, step="none"), THREE)
 
 
@@ -40,13 +42,13 @@ def test_sorted_lengths_beat_unsorted_ones() -> None:
 def test_critical_path_takes_the_chain_of_each_micro_batch() -> None:
     """Micro-batch 1 has the longest chain, though stage 0 is longest for micro-batch 0."""
     costs = ps.Costs([[4, 1], [1, 6]], input_grad=1, weight_grad=1)
-    schedule = ps.order_by(ps.linear(2), 2, costs, priority="critical_path")
+    schedule = ps.order_by(ps.Placement.linear(2), 2, costs, priority="critical_path")
     assert str(schedule.orders[0][0]) == "0F1"
 
 
 def test_one_place_in_flight_does_not_stop_sorted_micro_batches() -> None:
     """The place in flight is reserved for the first by length, not by number."""
-    schedule = ps.order_by(ps.linear(2), 3, THREE, priority="longest_first", in_flight=1,
+    schedule = ps.order_by(ps.Placement.linear(2), 3, THREE, priority="longest_first", in_flight=1,
                            split_backward=False)  # fmt: skip
     assert schedule.grid().splitlines()[0] == "device 0 | 0F0 0B0 0F2 0B2 0F1 0B1"
 
@@ -54,7 +56,7 @@ def test_one_place_in_flight_does_not_stop_sorted_micro_batches() -> None:
 def test_a_short_one_fits_beside_a_long_one() -> None:
     """Drawn by hand: 5 bytes hold micro-batches 0 and 2, or 1 and 2, but not 0 and 1."""
     costs = ps.Costs([[3, 2, 1]], [[3, 2, 1]], activation_bytes=[[3, 2.5, 1]])
-    schedule = ps.order_by(ps.linear(2), 3, costs, memory_limit=5, split_backward=False)
+    schedule = ps.order_by(ps.Placement.linear(2), 3, costs, memory_limit=5, split_backward=False)
     timeline = ps.simulate(ps.lower(schedule, step="none"), costs)
     assert draw(timeline, transfers=False) == grid("""
         0 | F0 F0 F0 F2 .. .. .. .. .. B0 B0 B0 B2 F1 F1 .. .. .. .. B1 B1
@@ -114,7 +116,7 @@ def test_equal_values_are_one_value(data: st.DataObject) -> None:
 
 def test_paths_sort_their_own_micro_batches() -> None:
     costs = ps.Costs([[1, 2, 4, 3]], [[1, 2, 4, 3]])
-    schedule = ps.order_by(ps.bidirectional(2), 4, costs, priority="longest_first",
+    schedule = ps.order_by(ps.Placement.bidirectional(2), 4, costs, priority="longest_first",
                            split_backward=False)  # fmt: skip
     first = [a.microbatch for a in schedule.orders[0] if str(a)[:2] == "0F"]
     assert first == [1, 0], "path 0 has micro-batches 0 and 1"
@@ -124,9 +126,9 @@ def test_errors_name_the_micro_batch() -> None:
     costs = ps.Costs([[1, 2]], 1, activation_bytes=[[1, 5]])
     message = "memory_limit of device 0 is 4 bytes, but micro-batch 1 takes 5 there (stage 0)"
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        ps.order_by(ps.linear(2), 2, costs, memory_limit=4, split_backward=False)
+        ps.order_by(ps.Placement.linear(2), 2, costs, memory_limit=4, split_backward=False)
     with pytest.raises(CostsError, match=r"for 2 micro-batches, but 3 are to be ordered; give 3"):
-        ps.order_by(ps.linear(2), 3, costs, split_backward=False)
+        ps.order_by(ps.Placement.linear(2), 3, costs, split_backward=False)
 
 
 @pytest.mark.parametrize("name", ["zb_1p", "zb_2p", "zbv", "v_min", "v_half"])

@@ -46,7 +46,7 @@ def bytes_of_one(placement: ps.Placement, prices: ps.Costs) -> list[float]:
 @pytest.mark.slow
 def test_one_activation_a_device() -> None:
     """Drawn by hand: where one fits, F waits until W has freed the bytes of the last one."""
-    schedule = ps.order_by(ps.linear(2), 2, UNIFORM, memory_limit=1)
+    schedule = ps.order_by(ps.Placement.linear(2), 2, UNIFORM, memory_limit=1)
     assert draw(run_schedule(schedule), transfers=False) == grid("""
         0 | F0 .. .. I0 W0 F1 .. .. I1 W1
         1 | .. F0 I0 W0 .. .. F1 I1 W1 ..
@@ -55,7 +55,7 @@ def test_one_activation_a_device() -> None:
 
 def test_two_chunks_leave_room_for_each_other() -> None:
     """Drawn by hand: F of the first stage must not take what the last stage's F will need."""
-    schedule = ps.order_by(ps.v_shaped(2), 2, UNIFORM, memory_limit=2)
+    schedule = ps.order_by(ps.Placement.v_shaped(2), 2, UNIFORM, memory_limit=2)
     assert draw(run_schedule(schedule), transfers=False) == grid("""
         0 | 0F0 ..  ..  3F0 3I0 3W0 0F1 0I0 0W0 ..  ..  3F1 3I1 3W1 ..  0I1 0W1
         1 | ..  1F0 2F0 ..  ..  2I0 1I0 2W0 1F1 1W0 2F1 ..  ..  2I1 1I1 2W1 1W1
@@ -67,7 +67,7 @@ def test_the_next_micro_batch_has_a_place_in_flight() -> None:
     costs = ps.Costs(1, 1, activation_bytes=1)
     last_first = lambda action, ready: -action.microbatch  # noqa: E731
     schedule = ps.order_by(
-        ps.linear(2), 2, costs, memory_limit=[2, 1], in_flight=1, priority=last_first,
+        ps.Placement.linear(2), 2, costs, memory_limit=[2, 1], in_flight=1, priority=last_first,
         split_backward=False,
     )  # fmt: skip
     assert schedule.grid() == "device 0 | 0F0 0B0 0F1 0B1\ndevice 1 | 1F0 1B0 1F1 1B1"
@@ -77,7 +77,7 @@ def test_patience_keeps_a_device_free() -> None:
     """Drawn by hand: I1 comes one second into W0, which lasts two and has nothing to hurry for."""
     slow = ps.Costs(forward=1, input_grad=(1, 2), weight_grad=2)
     eager, patient = (
-        ps.order_by(ps.linear(2), 2, slow, patience=patience, priority="forward_first")
+        ps.order_by(ps.Placement.linear(2), 2, slow, patience=patience, priority="forward_first")
         for patience in (0, 1)
     )
     assert eager.grid().splitlines()[0] == "device 0 | 0F0 0F1 0I0 0W0 0I1 0W1"
@@ -88,7 +88,7 @@ def test_patience_keeps_a_device_free() -> None:
 def test_1f1b_is_a_limit_in_flight(p: int, m: int, f: int) -> None:
     """F first, with at most p - s micro-batches in flight on stage s."""
     schedule = ps.order_by(
-        ps.linear(p),
+        ps.Placement.linear(p),
         m,
         ps.Costs(forward=f, backward=2 * f),
         priority="forward_first",
@@ -108,7 +108,11 @@ def test_gpipe_is_a_priority(p: int, m: int, f: int, b: int) -> None:
         return (0, action.microbatch) if is_forward else (1, -action.microbatch)
 
     schedule = ps.order_by(
-        ps.linear(p), m, ps.Costs(forward=f, backward=b), priority=gpipe, split_backward=False
+        ps.Placement.linear(p),
+        m,
+        ps.Costs(forward=f, backward=b),
+        priority=gpipe,
+        split_backward=False,
     )
     assert schedule == ps.schedule("gpipe", p, m)
 
@@ -227,7 +231,7 @@ def test_messages_count() -> None:
             output_bytes=8,
             network=ps.Network(bandwidth=bandwidth),
         )
-        rows.append(ps.order_by(ps.linear(2), 3, prices).grid().splitlines()[0])
+        rows.append(ps.order_by(ps.Placement.linear(2), 3, prices).grid().splitlines()[0])
     assert rows == [
         "device 0 | 0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2",
         "device 0 | 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2",
@@ -243,7 +247,7 @@ def test_a_priority_sees_when_actions_are_ready() -> None:
         times[str(action)] = ready
         return ready
 
-    schedule = ps.order_by(ps.linear(2), 2, UNIFORM, priority=first_come)
+    schedule = ps.order_by(ps.Placement.linear(2), 2, UNIFORM, priority=first_come)
     assert len(times) == len(schedule) == 12
     assert (times["0F1"], times["1F0"], times["1I0"], times["0I0"], times["0W0"]) == (0, 1, 2, 3, 4)
 
@@ -253,7 +257,11 @@ def test_a_priority_sees_when_actions_are_ready() -> None:
     [
         ({"placement": 3}, ArgumentError, "placement must be a pipesim.Placement, got 3"),
         ({"n_microbatches": 0}, ArgumentError, "n_microbatches must be at least 1"),
-        ({"placement": ps.bidirectional(2), "n_microbatches": 1}, ArgumentError, "at least 2, got"),
+        (
+            {"placement": ps.Placement.bidirectional(2), "n_microbatches": 1},
+            ArgumentError,
+            "at least 2, got",
+        ),
         ({"costs": {"forward": 1}}, CostsError, "costs must be a pipesim.Costs"),
         ({"costs": ps.Costs(forward=1, backward=2)}, CostsError, "input_grad is missing"),
         (
@@ -279,7 +287,12 @@ def test_a_priority_sees_when_actions_are_ready() -> None:
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
     """Each mistake is named with what was got and what is allowed."""
-    options = {"placement": ps.v_shaped(2), "n_microbatches": 2, "costs": UNIFORM, **change}
+    options = {
+        "placement": ps.Placement.v_shaped(2),
+        "n_microbatches": 2,
+        "costs": UNIFORM,
+        **change,
+    }
     with pytest.raises(error, match=message):
         ps.order_by(**options)
 
@@ -287,7 +300,11 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
 @given(st.data())
 def test_orders_keep_a_limit_of_all_bytes(data: st.DataObject) -> None:
     """A limit that has room for a micro-batch gives an order that `simulate` finds to fit."""
-    placement = data.draw(st.sampled_from([ps.linear(3), ps.v_shaped(2), ps.bidirectional(2)]))
+    placement = data.draw(
+        st.sampled_from(
+            [ps.Placement.linear(3), ps.Placement.v_shaped(2), ps.Placement.bidirectional(2)]
+        )
+    )
     n, whole = placement.n_stages, st.integers(0, 6)
     values = {
         name: data.draw(st.lists(whole, min_size=n, max_size=n))
@@ -313,11 +330,11 @@ def test_orders_keep_a_limit_of_all_bytes(data: st.DataObject) -> None:
 
 def test_activations_alone_have_a_limit_of_their_own() -> None:
     costs = replace(UNIFORM, parameter_bytes=100.0)
-    schedule = ps.order_by(ps.linear(2), 4, costs, activation_limit=2)
-    assert schedule == ps.order_by(ps.linear(2), 4, UNIFORM, memory_limit=2)
-    both = ps.order_by(ps.linear(2), 4, costs, activation_limit=3, memory_limit="202B")
+    schedule = ps.order_by(ps.Placement.linear(2), 4, costs, activation_limit=2)
+    assert schedule == ps.order_by(ps.Placement.linear(2), 4, UNIFORM, memory_limit=2)
+    both = ps.order_by(ps.Placement.linear(2), 4, costs, activation_limit=3, memory_limit="202B")
     assert both == schedule
     with pytest.raises(ArgumentError, match=r"device 0 is 2 .*with parameters.* at least 201"):
-        ps.order_by(ps.linear(2), 4, costs, memory_limit=2)
+        ps.order_by(ps.Placement.linear(2), 4, costs, memory_limit=2)
     with pytest.warns(CostsWarning, match="activation_limit limits nothing"):
-        ps.order_by(ps.linear(2), 4, activation_limit=2)
+        ps.order_by(ps.Placement.linear(2), 4, activation_limit=2)

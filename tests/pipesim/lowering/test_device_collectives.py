@@ -9,6 +9,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, GraphError, PipeError
+from pipesim.graph import Tasks
 from pipesim.ops import Op
 
 NETWORK = ps.Network(latency=0.5, bandwidth=2.0)
@@ -109,9 +110,9 @@ def test_paths_are_replicas(overlap: bool) -> None:
     assert graph.first_copy is not None  # the two pipelines are simulated once
 
 
-def columns(graph: ps.TaskGraph) -> ps.Tasks:
+def columns(graph: ps.TaskGraph) -> Tasks:
     kinds = graph.kinds
-    return ps.Tasks(
+    return Tasks(
         *(getattr(kinds, name)[graph.kind] for name in ("op", "device", "stage")),
         graph.microbatch,
         *(getattr(kinds, name)[graph.kind] for name in ("stream", "replica", "overlapped")),
@@ -212,7 +213,7 @@ def test_wrong_members_are_found() -> None:
     ):
         lone = np.flatnonzero(~((tasks.op == op) & (tasks.device == 0)))
         names = ("op", "device", "stage", "microbatch", "stream", "part")
-        fewer = ps.Tasks(**{name: getattr(tasks, name)[lone] for name in names})
+        fewer = Tasks(**{name: getattr(tasks, name)[lone] for name in names})
         with pytest.raises(GraphError, match=message):
             ps.verify(ps.TaskGraph.build(fewer, tied=[(0, 2)]))
     with pytest.raises(GraphError, match=r"2REDUCE_TIED has part 0, .* but tied is "):

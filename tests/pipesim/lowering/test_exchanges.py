@@ -16,6 +16,7 @@ from drawing import draw_replica, grid
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, GraphError
+from pipesim.graph import Tasks
 from pipesim.ops import EXCHANGES, Op
 from pipesim.simulation.simulate import ENGINES
 
@@ -142,7 +143,7 @@ def test_parts_of_a_reorder() -> None:
     columns: dict[str, Any] = {name: np.zeros(1, np.int64) for name in ("device", "stage")}
     columns |= {"microbatch": np.zeros(1, np.int64), "stream": np.zeros(1, np.int64)}
     for part, wrong in ((1, True), (2, False), (3, False), (4, True)):
-        tasks = ps.Tasks(op=np.array([Op.REORDER]), part=np.array([part]), **columns)
+        tasks = Tasks(op=np.array([Op.REORDER]), part=np.array([part]), **columns)
         if wrong:
             with pytest.raises(GraphError, match=f"REORDER of stage 0 has part {part}; those of"):
                 ps.TaskGraph.build(tasks)

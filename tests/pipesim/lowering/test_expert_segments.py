@@ -13,6 +13,7 @@ from drawing import draw, grid
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, GraphError
+from pipesim.graph import Tasks
 from pipesim.ops import Action, Op, Overlapped
 
 #: A second for each segment of one layer, and for each exchange.
@@ -234,7 +235,7 @@ def test_an_exchange_without_a_member_is_refused() -> None:
     kept = ~((graph.op == Op.ALL_TO_ALL) & (graph.replica == 1) & (graph.part == 5))
     columns = ("op", "device", "stage", "microbatch", "stream", "replica", "part")
     codes = graph.kinds.stream[graph.kind]
-    tasks = ps.Tasks(
+    tasks = Tasks(
         **{n: (codes if n == "stream" else getattr(graph, n))[kept].astype(int) for n in columns}
     )
     with pytest.raises(GraphError, match=r"0ALL_TO_ALL0.dispatch0.*experts are on 2 consecutive"):

@@ -13,6 +13,7 @@ from hypothesis import given
 from strategies import Lowering, cases, lowerings
 
 import pipesim as ps
+from pipesim.costs import Workload
 from pipesim.errors import GraphError, MemoryLimitWarning, ScheduleError, TimelineError
 from pipesim.graph.tasks import Tasks
 from pipesim.ops import EXCHANGES, Op
@@ -231,11 +232,11 @@ def test_lowered_again_and_from_a_file(tmp_path: Path) -> None:
 def test_flops_of_a_training_step_are_refused() -> None:
     """The workload of costs has the FLOPs of forward and backward."""
     graph = ps.lower(ps.schedule("gpipe", 2, 2), forward_only=True)
-    costs = ps.Costs(forward=1, backward=2, workload=ps.Workload(tokens=4, flops=6, peak_flops=9))
+    costs = ps.Costs(forward=1, backward=2, workload=Workload(tokens=4, flops=6, peak_flops=9))
     timeline = ps.simulate(graph, costs)
     with pytest.raises(TimelineError, match="no backwards"):
         timeline.mfu()
-    assert timeline.mfu(ps.Workload(tokens=4, flops=3), peak_flops=1) == pytest.approx(1)
+    assert timeline.mfu(Workload(tokens=4, flops=3), peak_flops=1) == pytest.approx(1)
 
 
 def test_backwards_are_refused() -> None:

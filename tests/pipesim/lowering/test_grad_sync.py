@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from simulated_runs import without_costs
 
 import pipesim as ps
+from pipesim.costs import TaskCosts
 from pipesim.errors import ArgumentError, CostsError, GraphError
+from pipesim.graph import Tasks
 from pipesim.graph.tasks import StreamKind
 from pipesim.ops import Op
+from pipesim.simulation import LogNormal, Normal
 from pipesim.simulation.simulate import ENGINES
 
 #: A second a byte.
@@ -37,7 +40,7 @@ def simulate(p: int, m: int, costs: ps.Costs = COSTS, **options: Any) -> ps.Time
     return by_both(ps.lower(ps.schedule("gpipe", p, m), **{"n_replicas": 2, **options}), costs)
 
 
-def by_both(graph: ps.TaskGraph, costs: ps.Costs | ps.TaskCosts) -> ps.Timeline:
+def by_both(graph: ps.TaskGraph, costs: ps.Costs | TaskCosts) -> ps.Timeline:
     """Simulate by both engines, which agree."""
     one, other = (ps.simulate(graph, costs, engine=engine) for engine in ENGINES)
     assert (one.start == other.start).all()
@@ -210,7 +213,7 @@ def test_noisy_buckets_in_many_scenarios(nbytes: float, links: str) -> None:
     """Side by side and one by one, by either engine: the part is of the backward as drawn."""
     costs = shared_link(nbytes) if links == "shared" else replace(COSTS, parameter_bytes=nbytes)
     graph = ps.lower(ps.schedule("gpipe", 2, 3), n_replicas=2, grad_sync="bucketed", n_buckets=3)
-    noise = ps.Noise(seed=3, task=ps.LogNormal(0.5), message=ps.Normal(0.2))
+    noise = ps.Noise(seed=3, task=LogNormal(0.5), message=Normal(0.2))
     many = ps.simulate_many(graph, costs, noise, 4, n_jobs=1, progress=False)
     for scenario in range(4):
         one, other = (
@@ -224,7 +227,7 @@ def test_noisy_buckets_in_many_scenarios(nbytes: float, links: str) -> None:
 def test_buckets_right_behind_their_backward_in_many_scenarios() -> None:
     """The last of four looks back furthest: at the start of the backward, as it was drawn."""
     graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, grad_sync="bucketed", n_buckets=4)
-    noise = ps.Noise(seed=0, task=ps.LogNormal(0.3))
+    noise = ps.Noise(seed=0, task=LogNormal(0.3))
     many = ps.simulate_many(graph, COSTS, noise, 3, n_jobs=1, progress=False)
     one_by_one = [ps.simulate(graph, COSTS, noise=noise, scenario=k).makespan for k in range(3)]
     assert many.makespan.tolist() == one_by_one
@@ -258,7 +261,7 @@ def test_buckets_are_there_before_the_backward_ends(
     """Whatever is rounded: between its start and its end, which a share of 1 is."""
     graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, grad_sync="bucketed", n_buckets=2)
     costs = ps.Costs(forward=begins, backward=lasts, buckets=[[(0.5, share), (0.5, 1.0)]])
-    varied = ps.Noise(seed=1, task=ps.LogNormal(0.1)) if noise else None
+    varied = ps.Noise(seed=1, task=LogNormal(0.1)) if noise else None
     timeline = ps.simulate(graph, costs, noise=varied)
     start, end = timeline.start, timeline.end
     last = graph.op == Op.B
@@ -482,7 +485,7 @@ def changed(graph: ps.TaskGraph, keep: np.ndarray, **columns: Any) -> ps.TaskGra
         "op": graph.op, "device": graph.device, "stage": graph.stage, "stream": codes,
         "microbatch": graph.microbatch, "replica": graph.replica, "part": graph.part, **columns,
     }  # fmt: skip
-    tasks = ps.Tasks(**{name: np.asarray(column)[keep] for name, column in merged.items()})
+    tasks = Tasks(**{name: np.asarray(column)[keep] for name, column in merged.items()})
     return ps.TaskGraph.build(tasks, grad_sync=graph.grad_sync)
 
 
@@ -518,7 +521,7 @@ def test_unlike_members_of_a_group_are_found() -> None:
     """A group is of one operation, and has no replica twice."""
     graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, shard_optimizer=True)
     group = np.where(graph.group >= 0, 0, -1)
-    tasks = ps.Tasks(
+    tasks = Tasks(
         op=graph.op, device=graph.device, stage=graph.stage, microbatch=graph.microbatch,
         stream=np.where(graph.group >= 0, StreamKind.COLLECTIVE, 0),
         replica=graph.replica,
@@ -531,7 +534,7 @@ def test_two_members_of_one_replica_are_found() -> None:
     """Reductions of both micro-batches in one group: each replica would wait for itself."""
     graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync="every", overlap=False)
     collective = np.where(graph.microbatch == 0, StreamKind.COLLECTIVE, 0)
-    tasks = ps.Tasks(
+    tasks = Tasks(
         op=graph.op, device=graph.device, stage=graph.stage, microbatch=graph.microbatch,
         stream=np.where(graph.group >= 0, collective, 0), replica=graph.replica,
     )  # fmt: skip

@@ -16,7 +16,9 @@ from strategies import costs, lowerings
 from strategies import hosts as any_hosts
 
 import pipesim as ps
+from pipesim.costs import TaskCosts
 from pipesim.errors import ArgumentError, PipeError, TimelineError
+from pipesim.graph import Tasks
 from pipesim.lowering.issue_order import ISSUE_ORDERS
 from pipesim.ops import COMPUTE, Op
 
@@ -31,7 +33,7 @@ def forward_seconds(issue_order: Any, launch: float, m: int, n: int, **options: 
     graph = ps.lower(ps.schedule("gpipe", n, m), issue_order=issue_order, step="none", **options)
     table = ps.Costs(1, 1).of(graph).per_task().table
     table = table._replace(launch=np.where(graph.op == Op.F, launch, 0.0))
-    timeline = ps.simulate(graph, ps.TaskCosts.of_tasks(table))
+    timeline = ps.simulate(graph, TaskCosts.of_tasks(table))
     return float(timeline.end[graph.op == Op.F].max())
 
 
@@ -165,7 +167,7 @@ def test_a_graph_that_is_put_in_order_keeps_its_hosts(hosts: Any) -> None:
     """Of three devices, whose tasks come in an order that is not topological."""
     stage = np.array([2, 1, 0], dtype=np.int64)
     zero = np.zeros(3, dtype=np.int64)
-    tasks = ps.Tasks(op=zero + Op.F, device=stage, stage=stage, microbatch=zero, stream=zero)
+    tasks = Tasks(op=zero + Op.F, device=stage, stage=stage, microbatch=zero, stream=zero)
     graph = ps.TaskGraph.build(tasks, hosts=hosts)
     assert [str(graph.task(k)) for k in range(3)] == ["0F0", "1F0", "2F0"]
     named = {"one": [0, 0, 0], "per_device": [0, 1, 2]}

@@ -26,6 +26,7 @@ from pipesim.ops import (
     SENDS,
     TRANSFERS,
     Op,
+    Overlapped,
 )
 
 
@@ -120,7 +121,7 @@ def test_compute_order_is_the_schedules(case: Lowering) -> None:
     before = [str(action) for order in schedule.orders for action in order]
     graph = ps.lower(schedule, **options | {"forward_only": False, "expert_layers": ()})
     for device, order in enumerate(schedule.orders):
-        flat = [a for x in order for a in (x if isinstance(x, ps.Overlapped) else (x,))]
+        flat = [a for x in order for a in (x if isinstance(x, Overlapped) else (x,))]
         flat = [action for action in flat if action.op in kept]
         for replica in range(options["n_replicas"]):
             home = device + replica * schedule.n_devices
@@ -129,7 +130,7 @@ def test_compute_order_is_the_schedules(case: Lowering) -> None:
             own = [t for t in np.flatnonzero(graph.device == home) if graph.op[t] in kept]
             assert [graph.task(int(t)).action for t in own] == flat
             assert (graph.replica[own] // schedule.placement.n_paths == replica).all()
-            halves = {a for x in order if isinstance(x, ps.Overlapped) for a in x}
+            halves = {a for x in order if isinstance(x, Overlapped) for a in x}
             marks = graph.kinds.overlapped[graph.kind[own]]
             assert marks.tolist() == [action in halves for action in flat]
     assert before == [str(action) for order in schedule.orders for action in order]
@@ -249,7 +250,7 @@ def test_issue_order_of_replicas_by_hand(overlap: bool, issued: str) -> None:
 def test_steps_are_issued_after_the_gradients_of_both_directions() -> None:
     """Micro-batch 1 is back before 0 goes: device 3 is done three cycles before stage 0 is."""
     orders = [[f"{3 - d}F1", f"{3 - d}B1", f"{d}F0", f"{d}B0"] for d in range(4)]
-    graph = ps.lower(ps.Schedule.from_orders(orders, placement=ps.bidirectional(4)))
+    graph = ps.lower(ps.Schedule.from_orders(orders, placement=ps.Placement.bidirectional(4)))
     ps.verify(replace(graph))  # which has passed nothing yet
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.costs.pricing import copied_bytes
 from pipesim.errors import ArgumentError, CostsError, NetworkError
+from pipesim.graph import Tasks
 from pipesim.ops import COPIES, Op
 from tests.helpers.rules import assert_rules_hold, dependencies
 from tests.helpers.strategies import costs, lowerings
@@ -325,7 +326,7 @@ def test_nothing_lives_long_enough() -> None:
 
 @pytest.mark.parametrize("shares", [[0.5, 0.5], [0.0], [1.5], "x", 3])
 def test_bad_shares_of_a_built_graph(shares: Any) -> None:
-    tasks = ps.Tasks(*([x] for x in (0, 0, 0, 0, 0)))
+    tasks = Tasks(*([x] for x in (0, 0, 0, 0, 0)))
     with pytest.raises(ArgumentError, match="offload_shares"):
         ps.TaskGraph.build(tasks, offload_shares=shares)
 

@@ -15,6 +15,7 @@ from strategies import named_schedules
 import pipesim as ps
 from pipesim.analysis.blocking import message_latency
 from pipesim.errors import CapacityError, GraphError
+from pipesim.graph import Tasks
 from pipesim.graph.tasks import StreamKind
 from pipesim.ops import TRANSFERS, Op
 
@@ -69,12 +70,12 @@ def test_without_overlap_there_are_none() -> None:
 def test_columns_name_streams_of_microbatches() -> None:
     """A graph of one's own may have them, of devices that are there."""
     send, recv = (StreamKind.code(name) for name in ("send:1/0", "recv:0/0"))
-    tasks = ps.Tasks([0, 5, 6, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0] * 4, [0, send, recv, 0])
+    tasks = Tasks([0, 5, 6, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0] * 4, [0, send, recv, 0])
     graph = ps.TaskGraph.build(tasks)
     assert graph.streams == (
         (0, "compute"), (0, "send:1/0"), (1, "compute"), (1, "recv:0/0"),
     )  # fmt: skip
-    wrong = ps.Tasks([0, 5, 6, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0] * 4,
+    wrong = Tasks([0, 5, 6, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0] * 4,
                      [0, StreamKind.code("send:2/0"), recv, 0])  # fmt: skip
     with pytest.raises(GraphError, match="row 1: stream must be"):
         ps.TaskGraph.build(wrong)

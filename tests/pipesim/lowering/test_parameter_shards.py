@@ -19,7 +19,7 @@ from strategies import named_schedules
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
-from pipesim.ops import LISTED, Op
+from pipesim.ops import LISTED, Op, Overlapped
 from pipesim.simulation.simulate import ENGINES
 from pipesim.timeline.memory import over_time
 
@@ -157,12 +157,12 @@ def test_halves_of_an_overlapped_action_are_one_place() -> None:
     orders = [["0F0", "1F0", ("0F1", "1B0"), "1F1", "1B1", "0B0", "0B1"]]
     parsed: Any = [
         [
-            ps.Overlapped(*map(ps.Action.parse, a)) if isinstance(a, tuple) else ps.Action.parse(a)
+            Overlapped(*map(ps.Action.parse, a)) if isinstance(a, tuple) else ps.Action.parse(a)
             for a in device
         ]
         for device in orders
     ]
-    schedule = ps.Schedule.from_orders(parsed, placement=ps.looped(1, 2))
+    schedule = ps.Schedule.from_orders(parsed, placement=ps.Placement.looped(1, 2))
     graph = ps.lower(schedule, n_replicas=2, shard_parameters="every", prefetch=0)
     assert order(graph) == (
         "0u0f 0F0 0r0f 1u0f 1F0 1r0f 0u1f 1u0b 0F1 1B0 0r1f 1r0b "

@@ -32,7 +32,7 @@ def test_costs_are_of_as_many_micro_batches_and_slices_as_they_were_made_for() -
     with pytest.raises(CostsError, match="values for 3 micro-batches, but the graph has 4"):
         ps.simulate(ps.lower(schedule), three)
     with pytest.raises(CostsError, match="values for 3 micro-batches, but 4 are to be ordered"):
-        ps.order_by(ps.linear(2), 4, costs=three)
+        ps.order_by(ps.Placement.linear(2), 4, costs=three)
     ps.simulate(ps.lower(schedule), three.averaged())
     sliced = ps.schedule("seq1f1b", 2, 4, n_slices=2)
     for n, text in {1: "whole sequences", 4: "sequences in 4 slices"}.items():

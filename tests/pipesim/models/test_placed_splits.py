@@ -60,11 +60,11 @@ def all_splits(n_layers: int, n_stages: int) -> list[list[int]]:
 
 
 PLACEMENTS = {
-    "linear": ps.linear(4),
-    "looped": ps.looped(4, 3),
-    "v": ps.v_shaped(6),
-    "waves": ps.waves(4, 2),
-    "bidirectional": ps.bidirectional(6),
+    "linear": ps.Placement.linear(4),
+    "looped": ps.Placement.looped(4, 3),
+    "v": ps.Placement.v_shaped(6),
+    "waves": ps.Placement.waves(4, 2),
+    "bidirectional": ps.Placement.bidirectional(6),
     "irregular": ps.Placement([0, 1, 1, 2, 0, 0, 2]),
 }
 
@@ -118,7 +118,7 @@ def test_small_splits_are_the_best_of_all(seconds: list[int], devices: list[int]
 def test_one_stage_a_device_as_balanced_split(copies: int) -> None:
     seconds = [float(1 + i * i % 7) for i in range(24 * copies)]
     n = 8 * copies
-    costs = layers(seconds).costs("balanced", placement=ps.linear(n))
+    costs = layers(seconds).costs("balanced", placement=ps.Placement.linear(n))
     assert costs.forward == layers(seconds).costs(ps.balanced_split(seconds, n)).forward
 
 
@@ -238,7 +238,7 @@ def test_one_device(end: str) -> None:
 
 def test_words() -> None:
     """One meaning for a number, a word, and both."""
-    placement, model = ps.v_shaped(2), layers([1.0] * 7 + [5.0])
+    placement, model = ps.Placement.v_shaped(2), layers([1.0] * 7 + [5.0])
     balanced = model.costs("balanced", placement=placement)
     assert balanced == model.costs(4, placement=placement)
     assert balanced == model.costs(4, partition="balanced", placement=placement)
@@ -255,16 +255,40 @@ def test_words() -> None:
     [
         ("balanced", {}, "split='balanced' needs the number of stages: give placement="),
         ("even", {"partition": "even"}, "split='even' needs the number of stages"),
-        ("even", {"placement": ps.linear(3)}, "8 layers do not divide into 3 stages"),
-        ("fair", {"placement": ps.linear(2)}, "split must be a number of stages or the layers"),
-        ("even", {"placement": ps.linear(2), "partition": "balanced"}, "give one of them"),
-        (3, {"placement": ps.linear(2)}, "split=3, but the placement has 2 stages"),
-        ([2, 3, 3], {"placement": ps.linear(2)}, "split has 3 stages, but the placement has 2"),
-        ("balanced", {"placement": ps.looped(3, 3)}, "8 layers cannot be split .* 9 stages"),
+        ("even", {"placement": ps.Placement.linear(3)}, "8 layers do not divide into 3 stages"),
+        (
+            "fair",
+            {"placement": ps.Placement.linear(2)},
+            "split must be a number of stages or the layers",
+        ),
+        (
+            "even",
+            {"placement": ps.Placement.linear(2), "partition": "balanced"},
+            "give one of them",
+        ),
+        (3, {"placement": ps.Placement.linear(2)}, "split=3, but the placement has 2 stages"),
+        (
+            [2, 3, 3],
+            {"placement": ps.Placement.linear(2)},
+            "split has 3 stages, but the placement has 2",
+        ),
+        (
+            "balanced",
+            {"placement": ps.Placement.looped(3, 3)},
+            "8 layers cannot be split .* 9 stages",
+        ),
         ("balanced", {"placement": [0, 1]}, "placement must be a pipesim.Placement, a Schedule"),
-        ("balanced", {"placement": ps.linear(2), "memory_limit": 9}, "give the schedule as"),
+        (
+            "balanced",
+            {"placement": ps.Placement.linear(2), "memory_limit": 9},
+            "give the schedule as",
+        ),
         (2, {"memory_limit": 9}, "memory_limit needs to know how many micro-batches"),
-        ([4, 4], {"placement": ps.linear(2), "memory_limit": 9}, 'the splits of "balanced"'),
+        (
+            [4, 4],
+            {"placement": ps.Placement.linear(2), "memory_limit": 9},
+            'the splits of "balanced"',
+        ),
         ([4, 4], {"launch": [1e-6]}, "launch has 1 values for 2 stages"),
         (
             "balanced",
@@ -280,7 +304,7 @@ def test_mistakes(split: Any, options: dict[str, Any], message: str) -> None:
 
 def test_too_many_layers_to_search() -> None:
     with pytest.raises(ArgumentError, match="5000 layers would take too long"):
-        layers([1.0] * 5000).costs("balanced", placement=ps.linear(4))
+        layers([1.0] * 5000).costs("balanced", placement=ps.Placement.linear(4))
 
 
 #: A transformer whose head takes as long as 9.3 of its layers.

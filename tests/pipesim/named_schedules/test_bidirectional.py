@@ -106,7 +106,7 @@ def test_dualpipe_order() -> None:
     )
     orders = [row.replace(")", ")OVERLAP_F_B").split() for row in rows]
     assert ps.schedule("dualpipe", 2, 6) == ps.Schedule.from_orders(
-        orders, placement=ps.bidirectional(2)
+        orders, placement=ps.Placement.bidirectional(2)
     )
 
 

@@ -14,6 +14,7 @@ from simulated_runs import longest_span, published
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, UnknownNameError
+from pipesim.ops import Overlapped
 from pipesim.scheduling.registry import _REGISTRY, schedule_info
 
 NAMES = sorted(_REGISTRY)
@@ -311,7 +312,7 @@ def test_published_dualpipev_bubble(data: st.DataObject, p: int, w: int) -> None
 def test_dualpipev_overlaps() -> None:
     """Each device overlaps the F of a chunk with the B of its other one."""
     schedule = ps.schedule("dualpipev", 3, 8)
-    overlaps = [[a for a in order if isinstance(a, ps.Overlapped)] for order in schedule.orders]
+    overlaps = [[a for a in order if isinstance(a, Overlapped)] for order in schedule.orders]
     for device, pairs in enumerate(overlaps):
         assert {pair.forward.stage + pair.backward.stage for pair in pairs} == {5}
         # Two in each round of the steady state, one in each round after it; the last device's

@@ -178,18 +178,18 @@ def test_costs_without_what_w_holds() -> None:
         ps.schedule("zb_1p", 2, 4, costs=costs)
     assert len(caught) == 1
     with pytest.warns(CostsWarning, match="no weight_grad_bytes") as caught:
-        ps.order_by(ps.linear(2), 4, costs, memory_limit=8)
+        ps.order_by(ps.Placement.linear(2), 4, costs, memory_limit=8)
     assert caught[0].filename == __file__
     with pytest.warns(CostsWarning, match="memory_limit limits nothing: .*no activation_bytes"):
-        ps.order_by(ps.linear(2), 4, replace(costs, activation_bytes=0), memory_limit=8)
+        ps.order_by(ps.Placement.linear(2), 4, replace(costs, activation_bytes=0), memory_limit=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         whole = replace(costs, weight_grad_bytes=1)
         ps.schedule("zb_1p", 2, 4, costs=whole)
         ps.schedule("zb_1p", 2, 4, costs=replace(costs, activation_bytes=0))
-        ps.order_by(ps.linear(2), 4, whole, memory_limit=8)
-        ps.order_by(ps.linear(2), 4, costs)
-        ps.order_by(ps.linear(2), 4, ps.Costs(1, 2, activation_bytes=4), memory_limit=8,
+        ps.order_by(ps.Placement.linear(2), 4, whole, memory_limit=8)
+        ps.order_by(ps.Placement.linear(2), 4, costs)
+        ps.order_by(ps.Placement.linear(2), 4, ps.Costs(1, 2, activation_bytes=4), memory_limit=8,
                     split_backward=False)  # fmt: skip
 
 

@@ -22,10 +22,12 @@ from strategies import networks
 
 import pipesim as ps
 from pipesim.analysis.blocking import last_link_holder
+from pipesim.costs import TaskCosts
 from pipesim.errors import NetworkError, UnknownNameError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import Op
+from pipesim.simulation import LogNormal
 from pipesim.simulation.engines import compiled as engine
 from pipesim.simulation.engines import simpy_engine
 
@@ -39,7 +41,7 @@ Use = tuple[int, int, int, int]
 
 def traffic(
     uses: Sequence[Use], network: ps.Network, all_reduce: str = "ring"
-) -> tuple[TaskGraph, ps.TaskCosts]:
+) -> tuple[TaskGraph, TaskCosts]:
     """Return a graph of messages and all-reduces alone, in the order of their ids.
 
     ``(sender, receiver, asked at, seconds)`` is a message, and ``(device, -k, asked at, seconds)``
@@ -210,7 +212,7 @@ def test_scenarios_in_which_collectives_meet() -> None:
     nodes = ps.Nodes(2, nic_bandwidth=1, n_nics=1)
     costs = ps.Costs(4, 4, parameter_bytes=(4, 3.9), network=ps.Network(nodes=nodes))
     graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2)
-    noise = ps.Noise(seed=0, message=ps.LogNormal(0.3))
+    noise = ps.Noise(seed=0, message=LogNormal(0.3))
     many = ps.simulate_many(graph, costs, noise, 40, progress=False)
     timelines = [ps.simulate(graph, costs, noise=noise, scenario=k) for k in range(40)]
     assert many.makespan.tolist() == [timeline.makespan for timeline in timelines]

@@ -99,7 +99,7 @@ def test_limit_is_that_of_simulate(case, share):
 
 def test_deadlock_has_an_infinite_makespan():
     """Device 0 waits for a gradient before it runs the F that this needs."""
-    problem = order_problem(ps.linear(2), 1, ps.Costs(forward=1, backward=2))
+    problem = order_problem(ps.Placement.linear(2), 1, ps.Costs(forward=1, backward=2))
     order = LaneOrder(np.array([1, 0, 2, 3]), np.array([0, 2, 4]))
     assert evaluate(problem, order).makespan == math.inf
 
@@ -112,7 +112,7 @@ def test_hand_worked_messages():
     """
     network = ps.Network(latency=1, bandwidth=1)
     costs = ps.Costs(forward=1, backward=1, output_bytes=2, network=network)
-    problem = order_problem(ps.linear(2), 2, costs)
+    problem = order_problem(ps.Placement.linear(2), 2, costs)
     schedule = ps.schedule("gpipe", 2, 2, backward_order="forward")
     times = evaluate(problem, lane_order(problem, schedule))
     assert times.start.tolist()[:2] == [0, 1]
@@ -129,7 +129,7 @@ def test_hand_worked_messages():
     ],
 )
 def test_orders_of_other_tasks_are_refused(schedule):
-    problem = order_problem(ps.linear(2), 4, ps.Costs(forward=1, backward=2))
+    problem = order_problem(ps.Placement.linear(2), 4, ps.Costs(forward=1, backward=2))
     with pytest.raises(ScheduleError, match="problem"):
         lane_order(problem, schedule)
 
@@ -137,9 +137,9 @@ def test_orders_of_other_tasks_are_refused(schedule):
 def test_bad_arguments():
     costs = ps.Costs(forward=1, backward=2)
     with pytest.raises(ArgumentError, match="n_microbatches"):
-        order_problem(ps.bidirectional(2), 1, costs)
+        order_problem(ps.Placement.bidirectional(2), 1, costs)
     with pytest.raises(ArgumentError, match="memory_limit"):
-        order_problem(ps.linear(2), 2, costs, memory_limit=-1)
+        order_problem(ps.Placement.linear(2), 2, costs, memory_limit=-1)
 
 
 def test_launches_and_shared_links_are_not_counted() -> None:
@@ -153,5 +153,5 @@ def test_launches_and_shared_links_are_not_counted() -> None:
     for counted, choices in networks.items():
         for network in choices:
             costs = ps.Costs(1, 2, output_bytes=1, network=network)
-            assert counts_all_costs(ps.linear(3), costs) is counted
-    assert not counts_all_costs(ps.linear(3), ps.Costs(1, 2, launch=0.1))
+            assert counts_all_costs(ps.Placement.linear(3), costs) is counted
+    assert not counts_all_costs(ps.Placement.linear(3), ps.Costs(1, 2, launch=0.1))

@@ -73,11 +73,11 @@ def best_of_all(problem, objective):
 @pytest.mark.parametrize(
     ("placement", "m", "split", "limit"),
     [
-        (ps.linear(2), 3, False, None),
-        (ps.linear(2), 3, False, 2),
-        (ps.linear(2), 2, True, 1),
-        (ps.v_shaped(1), 2, False, None),
-        (ps.bidirectional(2), 2, False, None),
+        (ps.Placement.linear(2), 3, False, None),
+        (ps.Placement.linear(2), 3, False, 2),
+        (ps.Placement.linear(2), 2, True, 1),
+        (ps.Placement.v_shaped(1), 2, False, None),
+        (ps.Placement.bidirectional(2), 2, False, None),
     ],
 )
 @pytest.mark.parametrize("objective", ["makespan", "span"])
@@ -96,7 +96,13 @@ def test_optimum_of_tiny_cases(placement, m, split, limit, objective):
 
 @pytest.mark.parametrize(
     "placement",
-    [ps.linear(3), ps.looped(3, 2), ps.v_shaped(3), ps.waves(2, 2), ps.bidirectional(4)],
+    [
+        ps.Placement.linear(3),
+        ps.Placement.looped(3, 2),
+        ps.Placement.v_shaped(3),
+        ps.Placement.waves(2, 2),
+        ps.Placement.bidirectional(4),
+    ],
 )
 @pytest.mark.parametrize("split", [False, True])
 def test_orders_run_in_both_engines(placement, split):
@@ -131,7 +137,7 @@ def test_orders_run_in_both_engines(placement, split):
 
 def test_answer_depends_on_seed_and_evaluations_alone():
     """Neither compiling nor the parts in which moves are made change the answer."""
-    problem = order_problem(ps.linear(3), 6, UNEVEN, memory_limit=3)
+    problem = order_problem(ps.Placement.linear(3), 6, UNEVEN, memory_limit=3)
     first = sequential(problem)
     plain = improve(problem, first, evaluations=3000, seed=5)
     begin.compile()
@@ -145,7 +151,7 @@ def test_answer_depends_on_seed_and_evaluations_alone():
 def test_each_step_keeps_the_limit():
     """All orders that the search passes through fit, and are valid, not only the best one."""
     costs = replace(UNEVEN, forward_workspace_bytes=0.5)
-    problem = order_problem(ps.linear(3), 6, costs, memory_limit=2.25)
+    problem = order_problem(ps.Placement.linear(3), 6, costs, memory_limit=2.25)
     search = LocalSearch(problem, sequential(problem), seed=0, objective="makespan")
     for _ in range(50):
         search.advance(5)
@@ -158,7 +164,7 @@ def test_each_step_keeps_the_limit():
 
 def test_stops_at_the_target_and_never_gets_worse():
     """At the target no move is made; no move at all returns the first order."""
-    problem = order_problem(ps.linear(3), 6, UNEVEN)
+    problem = order_problem(ps.Placement.linear(3), 6, UNEVEN)
     first = lane_order(problem, ps.schedule("zb_h1", 3, 6))
     value = evaluate(problem, first).makespan
     for options in ({"evaluations": 0}, {"evaluations": 10**9, "target": value}):
@@ -167,7 +173,7 @@ def test_stops_at_the_target_and_never_gets_worse():
 
 
 def test_bad_arguments():
-    problem = order_problem(ps.linear(3), 6, UNEVEN, memory_limit=2)
+    problem = order_problem(ps.Placement.linear(3), 6, UNEVEN, memory_limit=2)
     first = lane_order(problem, ps.schedule("zb_h1", 3, 6))
     with pytest.raises(ArgumentError, match="more bytes"):
         improve(problem, first, evaluations=1, seed=0)
@@ -176,7 +182,7 @@ def test_bad_arguments():
         improve(problem, good, evaluations=-1, seed=0)
     with pytest.raises(UnknownNameError, match="objective"):
         improve(problem, good, evaluations=1, seed=0, objective="length")
-    pair = order_problem(ps.linear(2), 1, ps.Costs(forward=1, backward=2))
+    pair = order_problem(ps.Placement.linear(2), 1, ps.Costs(forward=1, backward=2))
     deadlock = LaneOrder(np.array([1, 0, 2, 3]), np.array([0, 2, 4]))
     with pytest.raises(ArgumentError, match="wait for each other"):
         improve(pair, deadlock, evaluations=1, seed=0)

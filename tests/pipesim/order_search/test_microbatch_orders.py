@@ -74,7 +74,7 @@ def test_times_and_bytes_are_those_of_a_simulation(name: str, seed: int, search:
 
 def test_the_best_order_of_1f1b() -> None:
     """All six orders of three micro-batches; `with_microbatch_order` has a drawing of one."""
-    problem = order_problem(ps.linear(2), 3, THREE)
+    problem = order_problem(ps.Placement.linear(2), 3, THREE)
     first = lane_order(problem, ps.schedule("1f1b", 2, 3))
     values = [
         evaluate(problem, first._replace(microbatches=np.array(order))).makespan
@@ -89,17 +89,17 @@ def test_the_best_order_of_1f1b() -> None:
 
 
 def test_first_orders_are_by_length() -> None:
-    problem = order_problem(ps.linear(2), 5, ps.Costs([[3, 1, 5, 2, 4]], 1))
+    problem = order_problem(ps.Placement.linear(2), 5, ps.Costs([[3, 1, 5, 2, 4]], 1))
     orders = [order.tolist() for order in first_microbatch_orders(problem)]
     assert orders == [[0, 1, 2, 3, 4], [2, 4, 0, 3, 1], [1, 3, 0, 4, 2], [1, 0, 2, 4, 3]]
-    two = order_problem(ps.bidirectional(2), 4, ps.Costs([[1, 2, 4, 3]], 1))
+    two = order_problem(ps.Placement.bidirectional(2), 4, ps.Costs([[1, 2, 4, 3]], 1))
     assert first_microbatch_orders(two)[1].tolist() == [1, 0, 2, 3], "paths keep their own"
 
 
 def test_moves_keep_the_limit() -> None:
     """With 4 bytes, micro-batches 0 and 2 may not be on device 0 at once."""
     costs = ps.Costs([[4, 1, 3]], [[4, 1, 3]], activation_bytes=[[3, 1, 2]])
-    problem = order_problem(ps.linear(2), 3, costs, memory_limit=4)
+    problem = order_problem(ps.Placement.linear(2), 3, costs, memory_limit=4)
     first = lane_order(problem, ps.schedule("1f1b", 2, 3))
     assert keeps_limit(problem, first)
     assert not keeps_limit(problem, first._replace(microbatches=np.array([0, 2, 1])))
@@ -119,7 +119,7 @@ def test_nothing_is_proved_of_micro_batches_that_differ(monkeypatch: pytest.Monk
         raise AssertionError("a model was built")
 
     monkeypatch.setattr("pipesim.planning.cp_sat_proof._model", unexpected)
-    problem = order_problem(ps.linear(2), 3, THREE)
+    problem = order_problem(ps.Placement.linear(2), 3, THREE)
     order = lane_order(problem, ps.schedule("1f1b", 2, 3))
     proof = prove(problem, order, 1.0, seconds=5.0)
     assert (proof.order, proof.lower_bound) == (None, 1.0)

@@ -13,7 +13,7 @@ COSTS = ps.Costs(forward=1, backward=2, activation_bytes=1)
 
 def test_periods_of_1f1b():
     """An F and a B follow each other everywhere, but for device 0's first two F and last two B."""
-    problem = order_problem(ps.linear(2), 3, COSTS)
+    problem = order_problem(ps.Placement.linear(2), 3, COSTS)
     order = lane_order(problem, ps.schedule("1f1b", 2, 3))
     begins = periods_of(problem, order, 1)
     assert begins.tolist() == [[1, 6], [2, 7], [2, 8], [3, 9], [3, 10]]
@@ -25,7 +25,7 @@ def test_periods_of_1f1b():
 
 def test_copy_of_a_good_period_replaces_a_bad_one():
     """In the middle, device 1 runs a B late; a copy of another period makes that good."""
-    problem = order_problem(ps.linear(3), 12, COSTS, memory_limit=3)
+    problem = order_problem(ps.Placement.linear(3), 12, COSTS, memory_limit=3)
     good = lane_order(problem, ps.schedule("1f1b", 3, 12))
     lanes = good.lanes.copy()
     place = int(good.ptr[1]) + 12

@@ -25,10 +25,10 @@ from pipesim.planning.cp_sat_proof import SolverLimits, _warn_of_missing_ortools
 from pipesim.planning.first_orders import sequential_order
 
 PLACEMENTS = {
-    "linear": ps.linear(2),
-    "looped": ps.looped(2, 2),
-    "v": ps.v_shaped(2),
-    "bidirectional": ps.bidirectional(2),
+    "linear": ps.Placement.linear(2),
+    "looped": ps.Placement.looped(2, 2),
+    "v": ps.Placement.v_shaped(2),
+    "bidirectional": ps.Placement.bidirectional(2),
 }
 
 
@@ -70,14 +70,14 @@ def zero_bubble(p, m) -> tuple[OrderProblem, LaneOrder]:
         activation_bytes=1.0,
         network=ps.Network(latency=1.0),
     )
-    problem = order_problem(ps.linear(p), m, costs)
+    problem = order_problem(ps.Placement.linear(p), m, costs)
     return problem, lane_order(problem, ps.schedule("zb_h1", p, m))
 
 
 def hard_problem() -> tuple[OrderProblem, LaneOrder]:
     """Return a problem that takes seconds: uneven stages in V shape with a limit, and V-Half."""
     costs = random_costs(1, 8, split=True, whole=True)
-    problem = order_problem(ps.v_shaped(4), 8, costs)
+    problem = order_problem(ps.Placement.v_shaped(4), 8, costs)
     order = lane_order(problem, ps.schedule("v_half", 4, 8))
     return problem._replace(limit=peak_bytes(problem, order)), order
 
@@ -134,7 +134,7 @@ def test_steps_do_not_change_a_span(seconds):
             "forward": np.array([1, 3, 2]) * seconds,
             "backward": np.array([2, 5, 3]) * seconds,
         }
-        problem = order_problem(ps.linear(3), 4, ps.Costs(**times, optimizer_step=step))
+        problem = order_problem(ps.Placement.linear(3), 4, ps.Costs(**times, optimizer_step=step))
         order = sequential_order(problem)
         results.append(prove(problem, order, seconds=30.0, objective="span"))
         assert evaluate(problem, results[-1].order).span == pytest.approx(35.0 * seconds)
@@ -155,7 +155,7 @@ def test_room_for_one_microbatch_runs_them_in_turn():
     """A round trip of 10 + 1 + 10 + 20 + 1 + 20 seconds for each of three micro-batches."""
     network = ps.Network(latency=1.0)
     costs = ps.Costs(forward=10.0, backward=20.0, activation_bytes=1.0, network=network)
-    problem = order_problem(ps.linear(2), 3, costs)._replace(limit=np.ones(2))
+    problem = order_problem(ps.Placement.linear(2), 3, costs)._replace(limit=np.ones(2))
     order = LaneOrder(np.array([0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]), np.array([0, 6, 12]))
     assert prove(problem, order, seconds=30.0) == (None, 186.0, True, False)
 
@@ -179,7 +179,7 @@ def test_bound_of_coarse_ticks_holds(placement, objective, monkeypatch):
 def test_bound_is_never_above_a_named_schedule():
     """With seconds that have no common unit, which are rounded to ticks."""
     costs = random_costs(5, 3, split=True, whole=False)
-    problem = order_problem(ps.linear(3), 5, costs)
+    problem = order_problem(ps.Placement.linear(3), 5, costs)
     schedules = [ps.schedule(name, 3, 5) for name in ("zb_h1", "zb_h2", "zb_1p")]
     orders = [lane_order(problem, x) for x in schedules]
     makespans = [evaluate(problem, order).makespan for order in orders]
@@ -208,7 +208,7 @@ def test_missing_ortools_widens_the_gap(monkeypatch):
 
 def test_equal_work_has_equal_results():
     """On a problem that takes longer."""
-    problem = order_problem(ps.linear(5), 8, random_costs(1, 5, split=True, whole=True))
+    problem = order_problem(ps.Placement.linear(5), 8, random_costs(1, 5, split=True, whole=True))
     order = lane_order(problem, ps.schedule("zb_h1", 5, 8))
     problem = problem._replace(limit=peak_bytes(problem, order))
     first, second = (prove(problem, order, work=0.1, seed=3) for _ in range(2))

@@ -12,6 +12,7 @@ import pytest
 from small_plans import CHOICE, SPLIT, plans
 
 import pipesim as ps
+from pipesim.costs import read_layout
 from pipesim.errors import ArgumentError
 from pipesim.planning import torchtitan
 from pipesim.planning.choice import PlanChoice
@@ -59,10 +60,10 @@ def test_megatron_stages() -> None:
     """Even chunks are a number of layers; uneven stages a layout that reads back the same."""
     assert flags(CHUNKED)["--num-layers-per-virtual-pipeline-stage"] == "2"
     layout = flags(SPLIT)["--pipeline-model-parallel-layout"]
-    assert ps.read_layout(layout) == SPLIT.layers_per_stage
+    assert read_layout(layout) == SPLIT.layers_per_stage
     uneven = flags(replace(CHUNKED, layers_per_stage=(3, 2, 2, 1)))
     assert "--num-layers-per-virtual-pipeline-stage" not in uneven
-    assert ps.read_layout(uneven["--pipeline-model-parallel-layout"]) == (3, 2, 2, 1)
+    assert read_layout(uneven["--pipeline-model-parallel-layout"]) == (3, 2, 2, 1)
     assert "--pipeline-model-parallel-layout" not in flags(ALONE)
 
 
@@ -207,7 +208,7 @@ def test_files_of_orders_that_torchtitan_cannot_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is written for them. A schedule of a user may place stages otherwise, as in waves."""
-    monkeypatch.setattr(torchtitan, "placement_of", lambda *_: ps.waves(2, 2))
+    monkeypatch.setattr(torchtitan, "placement_of", lambda *_: ps.Placement.waves(2, 2))
     waves = replace(CHUNKED, n_chunks=4, layers_per_stage=(1,) * 8)
     for choice, path, message in (
         (CHOICE, "order.txt", "must end in .csv"),

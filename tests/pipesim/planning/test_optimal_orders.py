@@ -14,11 +14,11 @@ from pipesim.order_search import checked_bound, order_problem, schedule_of
 from pipesim.planning.optimize_search import Effort, OrderSearch
 
 CASES = {
-    "linear": (ps.linear(2), 3, False),
-    "linear split": (ps.linear(2), 2, True),
-    "three devices": (ps.linear(3), 2, False),
-    "v-shaped": (ps.v_shaped(2), 2, False),
-    "both directions": (ps.bidirectional(2), 2, False),
+    "linear": (ps.Placement.linear(2), 3, False),
+    "linear split": (ps.Placement.linear(2), 2, True),
+    "three devices": (ps.Placement.linear(3), 2, False),
+    "v-shaped": (ps.Placement.v_shaped(2), 2, False),
+    "both directions": (ps.Placement.bidirectional(2), 2, False),
 }
 
 

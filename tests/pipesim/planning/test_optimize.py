@@ -16,13 +16,18 @@ from html_cells import tables_of
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsWarning, PipeError, UnknownNameError
 from pipesim.order_search import LocalSearch, evaluate, keeps_limit, lane_order, order_problem
-from pipesim.planning import optimize_search
+from pipesim.planning import OptimizedSchedule, optimize_search
 from pipesim.planning.first_orders import first_orders, named_orders, sequential_order
 from pipesim.planning.optimize_search import Effort, can_prove, fewer_microbatches, unrolled
+from pipesim.simulation import LogNormal
 
 PLACEMENTS = [
-    ps.linear(3), ps.looped(2, 2), ps.v_shaped(2), ps.waves(2, 2), ps.bidirectional(2),
-]  # fmt: skip
+    ps.Placement.linear(3),
+    ps.Placement.looped(2, 2),
+    ps.Placement.v_shaped(2),
+    ps.Placement.waves(2, 2),
+    ps.Placement.bidirectional(2),
+]
 
 
 def uneven(placement, split, seed=0, **more):
@@ -72,14 +77,16 @@ def test_orders_beat_named_schedules_and_run(placement, split):
 
 def test_start_that_meets_the_bound_is_returned_at_once():
     """With equal stages 1F1B is optimal: no move is tried."""
-    schedule = ps.optimize(ps.linear(4), 8, ps.Costs(forward=1, backward=2), progress=False)
+    schedule = ps.optimize(
+        ps.Placement.linear(4), 8, ps.Costs(forward=1, backward=2), progress=False
+    )
     assert (schedule.makespan, schedule.lower_bound, schedule.gap) == (33.0, 33.0, 0.0)
     assert schedule.proved
     assert schedule.evaluations == 0
 
 
 def test_same_seed_and_evaluations_same_order():
-    placement = ps.linear(4)
+    placement = ps.Placement.linear(4)
     costs = uneven(placement, True, seed=3)
     orders = [
         ps.optimize(placement, 8, costs, 4, evaluations=500, seed=seed, progress=False)
@@ -91,7 +98,7 @@ def test_same_seed_and_evaluations_same_order():
 
 def test_span_is_what_a_timeline_says():
     """The span is at most that of the order with the least makespan."""
-    placement = ps.linear(3)
+    placement = ps.Placement.linear(3)
     costs = uneven(placement, True, seed=1)
     options = {"evaluations": 500, "progress": False}
     schedule = ps.optimize(placement, 6, costs, 3, objective="span", **options)
@@ -107,12 +114,12 @@ def test_span_is_what_a_timeline_says():
 
 def test_result_is_a_schedule(tmp_path):
     """Names, files and further steps work as for any schedule."""
-    placement = ps.linear(3)
+    placement = ps.Placement.linear(3)
     costs = uneven(placement, False)
     schedule = ps.optimize(placement, 4, costs, evaluations=50, progress=False, name="mine")
     assert schedule.name == "mine"
     other = schedule.with_name("other")
-    assert isinstance(other, ps.OptimizedSchedule)
+    assert isinstance(other, OptimizedSchedule)
     assert other.makespan == schedule.makespan
     schedule.save(tmp_path / "order.csv")
     assert ps.Schedule.load(tmp_path / "order.csv") == schedule
@@ -121,7 +128,7 @@ def test_result_is_a_schedule(tmp_path):
 
 def test_result_shows_its_bound_above_the_order():
     """Objective, where the search started, and lower bound; then the table of a schedule."""
-    placement = ps.linear(3)
+    placement = ps.Placement.linear(3)
     optimized = ps.optimize(placement, 4, uneven(placement, False), evaluations=50, progress=False)
     schedule = replace(optimized, makespan=22.0, lower_bound=20.0, proved=False, first_value=25.0,
                        first_schedule="<script>", evaluations=1234, seconds=0.5)  # fmt: skip
@@ -145,7 +152,7 @@ def test_result_shows_its_bound_above_the_order():
 
 def test_many_microbatches_repeat_a_period():
     """With 400 micro-batches the gap is under a percent after few moves."""
-    placement = ps.linear(4)
+    placement = ps.Placement.linear(4)
     costs = uneven(placement, True, seed=2)
     schedule = ps.optimize(placement, 400, costs, 4, evaluations=3000, progress=False)
     assert schedule.gap < 0.01
@@ -164,7 +171,7 @@ def test_shares_are_of_what_is_left():
 
 def test_a_period_is_searched_where_the_limit_makes_the_bound(monkeypatch):
     """Each micro-batch takes more than the busiest device's seconds; the period is no optimum."""
-    placement, left = ps.v_shaped(4), []
+    placement, left = ps.Placement.v_shaped(4), []
     improve = optimize_search.OrderSearch._improve
 
     def noted(search, share):
@@ -180,7 +187,7 @@ def test_a_period_is_searched_where_the_limit_makes_the_bound(monkeypatch):
 
 def test_ctrl_c_while_a_period_is_searched_keeps_it(monkeypatch):
     """The period of the orders so far is repeated, before the search ends."""
-    placement, values = ps.looped(4, 2), []
+    placement, values = ps.Placement.looped(4, 2), []
 
     def interrupt(search, share):
         raise KeyboardInterrupt
@@ -198,7 +205,7 @@ def test_ctrl_c_while_a_period_is_searched_keeps_it(monkeypatch):
 
 def test_period_of_1f1b_is_1f1b():
     """Repeating a period of 1F1B takes as long as 1F1B of so many micro-batches, in its memory."""
-    placement, few = ps.linear(3), fewer_microbatches(100, 3, 1)
+    placement, few = ps.Placement.linear(3), fewer_microbatches(100, 3, 1)
     costs = ps.Costs(forward=1, backward=2, activation_bytes=1)
     small, problem = (order_problem(placement, m, costs, memory_limit=3) for m in (few, 100))
     order = lane_order(small, ps.schedule("1f1b", 3, few))
@@ -209,16 +216,16 @@ def test_period_of_1f1b_is_1f1b():
 
 def test_named_schedules_are_first_orders():
     """All that keep the limit are tried: GPipe only if it holds all micro-batches."""
-    costs = uneven(ps.linear(3), False)
+    costs = uneven(ps.Placement.linear(3), False)
     for limit, names in ((3, {"1f1b"}), (9, {"1f1b", "gpipe"})):
-        problem = order_problem(ps.linear(3), 6, costs, memory_limit=limit)
-        orders = named_orders(problem, ps.linear(3), costs)
+        problem = order_problem(ps.Placement.linear(3), 6, costs, memory_limit=limit)
+        orders = named_orders(problem, ps.Placement.linear(3), costs)
         assert names == {x.name for x in orders} & {"1f1b", "gpipe", "zb_h1"}
 
 
 def test_shared_links_and_launches_are_ranked_by_simulation():
     """Where the search neglects something, the makespan is still that of `simulate`."""
-    placement = ps.linear(3)
+    placement = ps.Placement.linear(3)
     costs = uneven(placement, True, launch=0.5)
     schedule = ps.optimize(placement, 5, costs, 3, evaluations=300, progress=False)
     timeline = ps.simulate(ps.lower(schedule), costs)
@@ -226,9 +233,9 @@ def test_shared_links_and_launches_are_ranked_by_simulation():
 
 
 def test_noise_ranks_by_a_percentile():
-    placement = ps.linear(3)
+    placement = ps.Placement.linear(3)
     costs = uneven(placement, True)
-    noise = ps.Noise(task=ps.LogNormal(0.2), seed=0)
+    noise = ps.Noise(task=LogNormal(0.2), seed=0)
     options = {"evaluations": 400, "progress": False}
     schedule = ps.optimize(placement, 5, costs, 3, noise=noise, percentile=95, **options)
     many = ps.simulate_many(ps.lower(schedule), costs, noise, 64, n_jobs=1, progress=False)
@@ -238,8 +245,10 @@ def test_noise_ranks_by_a_percentile():
 
 def test_noise_ranks_all_first_orders():
     """GPipe meets the bound without noise, but other named schedules suffer less from it."""
-    costs, noise = ps.Costs(forward=1, backward=2), ps.Noise(task=ps.LogNormal(0.3), seed=0)
-    schedule = ps.optimize(ps.linear(4), 16, costs, noise=noise, percentile=90, progress=False)
+    costs, noise = ps.Costs(forward=1, backward=2), ps.Noise(task=LogNormal(0.3), seed=0)
+    schedule = ps.optimize(
+        ps.Placement.linear(4), 16, costs, noise=noise, percentile=90, progress=False
+    )
     assert schedule.proved
     for name in ("gpipe", "1f1b", "eager_1f1b"):
         graph = ps.lower(ps.schedule(name, 4, 16))
@@ -253,7 +262,7 @@ def test_bound_with_reductions_does_not_end_a_search_without():
         forward=(3, 5, 4, 7), input_grad=(5, 3, 4, 2), weight_grad=(2, 4, 3, 6), output_bytes=3,
         network=ps.Network(latency=3, bandwidth=1), parameter_bytes=(5, 40, 5, 5),
     )  # fmt: skip
-    schedule = ps.optimize(ps.bidirectional(4), 8, costs, evaluations=300, progress=False)
+    schedule = ps.optimize(ps.Placement.bidirectional(4), 8, costs, evaluations=300, progress=False)
     assert schedule.evaluations == 300
     assert schedule.lower_bound < schedule.makespan
     timeline = ps.simulate(ps.lower(schedule), costs)
@@ -268,7 +277,9 @@ def test_interrupt_before_the_first_named_schedule(monkeypatch, step):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(optimize_search, step, interrupt)
-    schedule = ps.optimize(ps.linear(3), 4, ps.Costs(forward=1, backward=2), progress=False)
+    schedule = ps.optimize(
+        ps.Placement.linear(3), 4, ps.Costs(forward=1, backward=2), progress=False
+    )
     assert schedule.makespan == 4 * 9
     assert "inf" not in repr(schedule)
     assert ("no lower bound" in repr(schedule)) == (step == "lower_bound")
@@ -276,7 +287,7 @@ def test_interrupt_before_the_first_named_schedule(monkeypatch, step):
 
 def test_local_search_counts_the_moves_that_it_makes():
     """It stops at the target, long before the moves that it may make."""
-    problem = order_problem(ps.linear(3), 4, uneven(ps.linear(3), False))
+    problem = order_problem(ps.Placement.linear(3), 4, uneven(ps.Placement.linear(3), False))
     search = LocalSearch(problem, sequential_order(problem), seed=0, objective="makespan")
     target = 0.9 * search.value
     assert search.advance_for(10.0, 5000, target) == search.moves < 2000
@@ -285,10 +296,10 @@ def test_local_search_counts_the_moves_that_it_makes():
 
 def test_first_orders_leave_warnings_to_the_caller():
     """A warning between two orders is not muted, and filters stay as they are."""
-    problem = order_problem(ps.linear(2), 3, ps.Costs(forward=1, backward=2))
+    problem = order_problem(ps.Placement.linear(2), 3, ps.Costs(forward=1, backward=2))
     costs = ps.Costs(forward=1, backward=2)
     filters = list(warnings.filters)
-    orders = first_orders(problem, ps.linear(2), costs, "makespan")
+    orders = first_orders(problem, ps.Placement.linear(2), costs, "makespan")
     next(orders)
     assert warnings.filters == filters
     with pytest.warns(UserWarning, match="here"):
@@ -299,19 +310,21 @@ def test_first_orders_leave_warnings_to_the_caller():
 @pytest.mark.parametrize("n_microbatches", [6, 900])
 def test_no_more_orders_are_tried_once_time_is_up(n_microbatches):
     """Even then a named schedule is returned, or a period of one."""
-    costs = uneven(ps.linear(4), True, seed=2)
-    schedule = ps.optimize(ps.linear(4), n_microbatches, costs, 4, seconds=1e-9, progress=False)
+    costs = uneven(ps.Placement.linear(4), True, seed=2)
+    schedule = ps.optimize(
+        ps.Placement.linear(4), n_microbatches, costs, 4, seconds=1e-9, progress=False
+    )
     assert schedule.gap < 0.5
-    problem = order_problem(ps.linear(4), n_microbatches, costs, memory_limit=4)
-    orders = first_orders(problem, ps.linear(4), costs, "makespan", lambda: True)
+    problem = order_problem(ps.Placement.linear(4), n_microbatches, costs, memory_limit=4)
+    orders = first_orders(problem, ps.Placement.linear(4), costs, "makespan", lambda: True)
     assert len(list(orders)) == 2, "a named one and a list schedule"
 
 
 def test_limit_below_one_microbatch_names_device_and_bytes():
     costs = ps.Costs(forward=1, backward=2, activation_bytes=3, parameter_bytes=5)
     with pytest.raises(ArgumentError, match=r"device 0 is 12.0 B.*needs 13.0 B"):
-        ps.optimize(ps.linear(2), 4, costs, [12, 20])
-    assert ps.optimize(ps.linear(2), 4, costs, 13, progress=False).makespan > 0
+        ps.optimize(ps.Placement.linear(2), 4, costs, [12, 20])
+    assert ps.optimize(ps.Placement.linear(2), 4, costs, 13, progress=False).makespan > 0
 
 
 @pytest.mark.parametrize("call", [ps.optimize, ps.lower_bound])
@@ -319,29 +332,30 @@ def test_least_limit_of_a_message_is_enough(call):
     """Both functions name whole bytes, and take them."""
     costs = ps.Costs(forward=1, backward=2, activation_bytes=1234567, memory_reserve=0.1)
     with pytest.raises(ArgumentError, match=r"give at least 1358024 bytes"):
-        call(ps.linear(2), 4, costs, 1e6)
-    call(ps.linear(2), 4, costs, 1358024)
-    call(ps.linear(2), 4, costs, "1.358024MB")
+        call(ps.Placement.linear(2), 4, costs, 1e6)
+    call(ps.Placement.linear(2), 4, costs, 1358024)
+    call(ps.Placement.linear(2), 4, costs, "1.358024MB")
     with pytest.raises(ArgumentError, match=r"must be bytes such as 80e9 or 80GiB, got '3 G'"):
-        call(ps.linear(2), 4, costs, "3 G")
+        call(ps.Placement.linear(2), 4, costs, "3 G")
 
 
 def test_large_models_of_cp_sat_are_left_out():
     """With 256 tasks on each of eight devices it takes seconds to build: too much of five."""
-    costs = uneven(ps.looped(8, 4), False)
-    problem = order_problem(ps.looped(8, 4), 32, costs, memory_limit=24)
+    costs = uneven(ps.Placement.looped(8, 4), False)
+    problem = order_problem(ps.Placement.looped(8, 4), 32, costs, memory_limit=24)
     assert not can_prove(problem, Effort(5.0, None, 0))
     assert can_prove(problem, Effort(60.0, None, 0))
     assert can_prove(problem, Effort(5.0, 1000, 0))
-    assert can_prove(order_problem(ps.looped(8, 4), 32, costs), Effort(5.0, None, 0))
+    assert can_prove(order_problem(ps.Placement.looped(8, 4), 32, costs), Effort(5.0, None, 0))
     assert can_prove(
-        order_problem(ps.linear(8), 200, uneven(ps.linear(8), False)), Effort(1.0, None, 0)
+        order_problem(ps.Placement.linear(8), 200, uneven(ps.Placement.linear(8), False)),
+        Effort(1.0, None, 0),
     )
 
 
 def test_limit_without_activation_bytes_warns():
     with pytest.warns(CostsWarning, match="activation_bytes"):
-        ps.optimize(ps.linear(2), 4, ps.Costs(forward=1, backward=2), 1, progress=False)
+        ps.optimize(ps.Placement.linear(2), 4, ps.Costs(forward=1, backward=2), 1, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -362,14 +376,14 @@ def test_limit_without_activation_bytes_warns():
 def test_bad_arguments(wrong, message):
     costs = ps.Costs(forward=1, backward=2)
     with pytest.raises(ArgumentError, match=message):
-        ps.optimize(ps.linear(2), 4, costs, **wrong)
+        ps.optimize(ps.Placement.linear(2), 4, costs, **wrong)
     with pytest.raises(UnknownNameError, match="objective"):
-        ps.optimize(ps.linear(2), 4, costs, objective="length")
+        ps.optimize(ps.Placement.linear(2), 4, costs, objective="length")
 
 
 def test_interrupt_returns_the_best_order_so_far(monkeypatch):
     """Ctrl-C ends a search of ten minutes with an order."""
-    placement, improve = ps.v_shaped(4), optimize_search.OrderSearch._improve
+    placement, improve = ps.Placement.v_shaped(4), optimize_search.OrderSearch._improve
     costs = uneven(placement, True)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
 
@@ -393,12 +407,12 @@ def test_interrupt_returns_the_best_order_so_far(monkeypatch):
 def test_a_changed_order_has_no_predicted_time() -> None:
     """It is a plain schedule; a new name alone changes no time."""
     costs = ps.Costs([[1.0, 9.0, 2.0, 2.0]], [[1.0, 1.0, 2.0, 5.0]])
-    best = ps.optimize(ps.linear(2), 4, costs, progress=False)
+    best = ps.optimize(ps.Placement.linear(2), 4, costs, progress=False)
     other = best.with_microbatch_order([1, 3, 2, 0])
     assert ps.simulate(ps.lower(other), costs).makespan > best.makespan
     for changed in (other, best.with_updates(2, "stashed"), best.with_slices(2)):
         assert type(changed) is ps.Schedule
         assert "optimal" not in repr(changed)
     named = best.with_name("best")
-    assert isinstance(named, ps.OptimizedSchedule)
+    assert isinstance(named, OptimizedSchedule)
     assert named.makespan == best.makespan

@@ -19,6 +19,7 @@ from pipesim.planning.plan_evaluator import DeviceSeconds, Evaluator, uniform_sp
 from pipesim.planning.plan_search import PlanSearch, evaluate
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import SearchSpace
+from pipesim.simulation import LogNormal
 
 MODEL = ps.Transformer(
     hidden_size=1024, n_layers=12, n_heads=16, sequence_length=512, vocabulary_size=8192
@@ -235,7 +236,7 @@ def test_layers_without_bytes() -> None:
 
 def test_noise_ranks_by_percentile() -> None:
     """With noise the best are ranked by a percentile of noisy steps."""
-    noise = ps.Noise(task=ps.LogNormal(0.3), seed=1)
+    noise = ps.Noise(task=LogNormal(0.3), seed=1)
     plans = ps.plan(
         MODEL, ps.Cluster("dgx_h100", 8), global_batch=8, schedules="1f1b", n_best=3, noise=noise,
         percentile=95, progress=False,

@@ -15,6 +15,7 @@ from pipesim.planning.plan_evaluator import Evaluator
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import SearchSpace
 from pipesim.scheduling import registry
+from pipesim.simulation import LogNormal, Scenarios
 
 MODEL = ps.Transformer(
     hidden_size=1024, n_layers=4, n_heads=16, sequence_length=511, vocabulary_size=8192
@@ -164,7 +165,7 @@ def test_configurations_of_another_cluster_are_refused() -> None:
 def test_configurations_with_wrong_settings_are_refused(settings: Any, text: str) -> None:
     """`dataclasses.replace` makes any; what takes one checks it as `choice` does."""
     plans = plan(pipeline_parallel=2)
-    wrong: ps.PlanChoice = replace(plans[0].choice, **settings)
+    wrong: PlanChoice = replace(plans[0].choice, **settings)
     with pytest.raises(ArgumentError, match=text):
         plans.plan(wrong)
 
@@ -197,9 +198,9 @@ def test_ctrl_c_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n_done", [0, 2])
 def test_ctrl_c_between_noisy_steps(monkeypatch: pytest.MonkeyPatch, n_done: int) -> None:
     """Noisy steps that are done rank first; the others follow by steps without noise."""
-    noise, calls = ps.Noise(task=ps.LogNormal(0.3), seed=1), []
+    noise, calls = ps.Noise(task=LogNormal(0.3), seed=1), []
 
-    def interrupted(*arguments: Any, **options: Any) -> ps.Scenarios:
+    def interrupted(*arguments: Any, **options: Any) -> Scenarios:
         calls.append(arguments)
         if len(calls) > n_done:
             raise KeyboardInterrupt

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError
+from pipesim.planning import Plans
 from pipesim.planning.choice import PlanChoice
 from pipesim.planning.plan_evaluator import Evaluator
 from pipesim.planning.plan_search import evaluate
@@ -359,7 +360,7 @@ def test_wrong_arguments(options: dict[str, Any], text: str) -> None:
 
 
 @cache
-def some_plans() -> ps.Plans:
+def some_plans() -> Plans:
     """Return plans of few configurations, from which `Plans.plan` makes any other."""
     return ps.plan(
         EXPERTS, CLUSTER, tensor_parallel=1, pipeline_parallel=2, microbatch_size=1, n_best=5,

@@ -192,10 +192,10 @@ def test_a_configuration_of_another_batch() -> None:
         plans().plan(replace(CHOICE, n_microbatches=5))
 
 
-@pytest.mark.parametrize("field", fields(ps.PlanChoice))
+@pytest.mark.parametrize("field", fields(PlanChoice))
 def test_a_configuration_with_an_array(field: Field[Any]) -> None:
     """It is refused by the field's name, and compared with no other before."""
-    wrong: ps.PlanChoice = replace(CHOICE, **{field.name: np.array([1, 2])})
+    wrong: PlanChoice = replace(CHOICE, **{field.name: np.array([1, 2])})
     with pytest.raises(ArgumentError, match=field.name):
         plans().plan(wrong)
 

@@ -14,6 +14,7 @@ from small_plans import CHOICE, SPLIT, plans
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError
+from pipesim.planning import TrainerSettings
 from pipesim.planning.choice import PlanChoice
 from pipesim.planning.megatron import OFFLOADED, Flags, megatron_flags
 from pipesim.planning.torchtitan import torchtitan_toml
@@ -322,7 +323,7 @@ def test_flags() -> None:
 # torchtitan.
 
 
-def titan(parallelism: str, **options: Any) -> ps.TrainerSettings:
+def titan(parallelism: str, **options: Any) -> TrainerSettings:
     return ps.read_torchtitan(f"[parallelism]\n{parallelism}", **options)
 
 

@@ -196,7 +196,7 @@ def test_many_layers_are_cut() -> None:
 
 
 def test_a_placement_has_a_row_a_device() -> None:
-    assert cells_of(ps.v_shaped(3)._repr_html_()) == [
+    assert cells_of(ps.Placement.v_shaped(3)._repr_html_()) == [
         ["placement", "stages"],
         ["device 0", "0, 5"],
         ["device 1", "1, 4"],
@@ -205,7 +205,7 @@ def test_a_placement_has_a_row_a_device() -> None:
 
 
 def test_paths_of_a_bidirectional_placement_have_columns() -> None:
-    html = ps.bidirectional(2)._repr_html_()
+    html = ps.Placement.bidirectional(2)._repr_html_()
     assert cells_of(html) == [
         ["placement", "stages of path 0", "stages of path 1"],
         ["device 0", "0", "1"],
@@ -216,7 +216,7 @@ def test_paths_of_a_bidirectional_placement_have_columns() -> None:
 
 @pytest.mark.parametrize(("n_devices", "n_chunks"), [(40, 1), (2, 20), (33, 17)])
 def test_a_large_placement_is_cut(n_devices: int, n_chunks: int) -> None:
-    html = ps.looped(n_devices, n_chunks)._repr_html_()
+    html = ps.Placement.looped(n_devices, n_chunks)._repr_html_()
     rows = cells_of(html)[1:]
     assert len(rows) == min(n_devices, 32)
     assert (f"devices 32 to {n_devices - 1}" in html) == (n_devices > 32)

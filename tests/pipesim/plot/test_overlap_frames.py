@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from simulated_runs import run_schedule
 
 import pipesim as ps
+from pipesim.ops import Overlapped
 
 COSTS = ps.Costs(forward=1, backward=2, input_grad=1, weight_grad=1)
 
@@ -48,7 +49,7 @@ def test_every_pair_is_framed(name: str, transfers: bool) -> None:
     expected = []
     for device, order in enumerate(schedule.orders):
         for pair in order:
-            if isinstance(pair, ps.Overlapped):
+            if isinstance(pair, Overlapped):
                 f, b = pair.forward, pair.backward
                 start = cells.loc[device, "F", f.stage, f.microbatch]["start"]
                 end = cells.loc[device, "B", b.stage, b.microbatch]["end"]
@@ -80,7 +81,7 @@ def test_overlays_frame_both_runs() -> None:
     schedule = ps.schedule("dualpipe", 2, 4)
     timeline = run_schedule(schedule, COSTS)
     ax = ps.Comparison(predicted=timeline, measured=timeline).plot(ax=axes())
-    n_pairs = sum(isinstance(a, ps.Overlapped) for o in schedule.orders for a in o)
+    n_pairs = sum(isinstance(a, Overlapped) for o in schedule.orders for a in o)
     gids = {str(artist.get_gid()) for artist in ax.collections}
     framed = sorted(gid for gid in gids if gid.endswith(":overlapped"))
     assert len(framed) == 2

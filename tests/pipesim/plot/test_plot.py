@@ -400,7 +400,9 @@ def test_a_schedule_that_cannot_run_shows_itself_by_position() -> None:
     html = schedule._repr_html_()
     assert cells_of(html)[1] == ["device 1", "0", "0"]
     assert "It cannot run" in html
-    misplaced = ps.Schedule.from_orders([["0F0", "1F0", "0B0"], ["1B0"]], placement=ps.linear(2))
+    misplaced = ps.Schedule.from_orders(
+        [["0F0", "1F0", "0B0"], ["1B0"]], placement=ps.Placement.linear(2)
+    )
     assert "It cannot run" in misplaced._repr_html_()
 
 

@@ -131,7 +131,7 @@ def test_a_legend_stays_within_a_column() -> None:
 def two_chunks() -> Timeline:
     """Two devices in a V: device 0 holds stages 0 and 3, device 1 holds 1 and 2."""
     orders = [["0F0", "3F0", "3I0", "3W0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
-    schedule = ps.Schedule.from_orders(orders, placement=ps.v_shaped(2))
+    schedule = ps.Schedule.from_orders(orders, placement=ps.Placement.v_shaped(2))
     costs = ps.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0)
     return ps.simulate(ps.lower(schedule), costs)
 

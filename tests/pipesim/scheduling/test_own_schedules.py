@@ -23,6 +23,7 @@ from pipesim.errors import (
     UnknownNameError,
 )
 from pipesim.ops import Action, Op, Overlapped
+from pipesim.scheduling import Counts
 from pipesim.scheduling.registry import _REGISTRY, schedule_info
 
 
@@ -61,8 +62,8 @@ def test_register_without_parentheses() -> None:
         ({"activations": None}, r"activations must be a pipesim.ClosedForm"),
         ({"parameters": ps.ClosedForm("1", 1)}, "got one with value=1, which is no function"),  # type: ignore[arg-type]
         ({"bubble": ps.ClosedForm(1, max)}, "got one with text=1"),  # type: ignore[arg-type]
-        ({"counts": "any"}, r"counts must be a pipesim.Counts\(.*got 'any' \(str\)"),
-        ({"counts": ps.Counts("any", True)}, "got one with allow=True, which is no function"),  # type: ignore[arg-type]
+        ({"counts": "any"}, r"counts must be a pipesim.scheduling.Counts\(.*got 'any' \(str\)"),
+        ({"counts": Counts("any", True)}, "got one with allow=True, which is no function"),  # type: ignore[arg-type]
     ],
 )
 def test_kinds_of_what_is_known(kinds: dict[str, Any], words: str) -> None:
@@ -80,7 +81,7 @@ def test_functions_that_take_no_counts(function: Any) -> None:
 
 def test_a_test_of_counts_that_fails() -> None:
     """The listing shows the schedule as allowed, and the others unchanged."""
-    ps.register("mine", counts=ps.Counts("x", lambda p, m: p == 1 // 0))(gpipe)
+    ps.register("mine", counts=Counts("x", lambda p, m: p == 1 // 0))(gpipe)
     assert schedule_info("mine").allows(2, 2)
     assert "mine" in ps.schedules().index
     assert ps.schedule("mine", 2, 2) == gpipe(2, 2)
@@ -245,7 +246,7 @@ def test_an_action_of_thousands_of_digits() -> None:
 def test_a_misplaced_action_is_no_second_path(tmp_path: Path, content: str, words: str) -> None:
     """F and B of a stage and micro-batch lie on one device; the cell is marked."""
     schedule = load(tmp_path, content)
-    assert schedule.placement == ps.linear(2)
+    assert schedule.placement == ps.Placement.linear(2)
     with pytest.raises(ScheduleError, match=f"(?s){words}.*>1[FB]"):
         ps.verify(schedule)
 
@@ -319,12 +320,12 @@ def test_an_action_is_not_named_as_waiting_for_itself() -> None:
         (lambda: ps.Schedule.load(None), ArgumentError, "file must be a path, got None"),  # type: ignore[arg-type]
         (lambda: gpipe(2, 2).save(None), ArgumentError, "file must be a path, got None"),  # type: ignore[arg-type]
         (
-            lambda: ps.order_by(ps.linear(2), 2, in_flight=np.array(3)),  # type: ignore[arg-type]
+            lambda: ps.order_by(ps.Placement.linear(2), 2, in_flight=np.array(3)),  # type: ignore[arg-type]
             ArgumentError,
             r"in_flight must be a whole number, got array\(3\)",
         ),
         (
-            lambda: ps.order_by(ps.linear(2), 2, priority=lambda a: 1),  # type: ignore[misc,arg-type]
+            lambda: ps.order_by(ps.Placement.linear(2), 2, priority=lambda a: 1),  # type: ignore[misc,arg-type]
             ArgumentError,
             r"priority must be a function of \(action, ready\), got .*too many positional",
         ),
@@ -341,9 +342,9 @@ def test_other_wrong_arguments(
 def test_arrays_of_limits_are_limits() -> None:
     """A value a device or stage may come in an array."""
     options: dict[str, Any] = {"memory_limit": np.array([3.0, 3.0]), "in_flight": np.array([2, 1])}
-    ps.verify(ps.order_by(ps.linear(2), 4, **options))
+    ps.verify(ps.order_by(ps.Placement.linear(2), 4, **options))
     with pytest.raises(CostsError, match="costs must be"):
-        ps.order_by(ps.linear(2), 4, 3)  # type: ignore[arg-type]
+        ps.order_by(ps.Placement.linear(2), 4, 3)  # type: ignore[arg-type]
 
 
 def _device(text: str) -> Callable[..., Any]:
@@ -409,7 +410,7 @@ def test_errors_of_a_whole_schedule() -> None:
 def test_errors_of_a_priority() -> None:
     """The action is named."""
     with pytest.raises(ArgumentError, match=r"priority of 0F0, .* raised ZeroDivisionError"):
-        ps.order_by(ps.linear(2), 2, priority=lambda action, ready: 1 / 0)
+        ps.order_by(ps.Placement.linear(2), 2, priority=lambda action, ready: 1 / 0)
 
 
 @pytest.mark.parametrize("devices", [None, 5, "01", iter([0, 1])])
@@ -427,11 +428,11 @@ def one_by_one(device: int, n_devices: int, n_microbatches: int) -> Iterator[str
         yield from (f"{stage}B{m}" for stage in reversed(stages))
 
 
-@pytest.mark.parametrize("placement", [ps.v_shaped, ps.v_shaped(2)])
+@pytest.mark.parametrize("placement", [ps.Placement.v_shaped, ps.Placement.v_shaped(2)])
 def test_a_placement_of_a_registered_function(placement: Any) -> None:
     ps.register("one_by_one", placement=placement)(one_by_one)
     schedule = ps.schedule("one_by_one", 2, 4)
-    assert schedule.placement == ps.v_shaped(2)
+    assert schedule.placement == ps.Placement.v_shaped(2)
     ps.verify(schedule)
 
 
@@ -439,9 +440,13 @@ def test_a_placement_of_a_registered_function(placement: Any) -> None:
     ("placement", "function", "words"),
     [
         ("v", one_by_one, "placement must be a pipesim.Placement, or a function of n_devices"),
-        (ps.v_shaped(3), one_by_one, "placement has 3 devices, but the schedule 2; give a"),
+        (
+            ps.Placement.v_shaped(3),
+            one_by_one,
+            "placement has 3 devices, but the schedule 2; give a",
+        ),
         (lambda n: 5, one_by_one, "the result of placement must be a pipesim.Placement"),
-        (ps.v_shaped, gpipe, "a function that returns a Schedule gives it its placement"),
+        (ps.Placement.v_shaped, gpipe, "a function that returns a Schedule gives it its placement"),
     ],
 )
 def test_wrong_placements(placement: Any, function: Any, words: str) -> None:

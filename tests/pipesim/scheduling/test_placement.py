@@ -14,9 +14,9 @@ from pipesim.scheduling.placement import Placement
 @pytest.mark.parametrize(
     ("placement", "device_of", "n_chunks"),
     [
-        (ps.linear(3), (0, 1, 2), 1),
-        (ps.looped(3, 2), (0, 1, 2, 0, 1, 2), 2),
-        (ps.v_shaped(3), (0, 1, 2, 2, 1, 0), 2),
+        (ps.Placement.linear(3), (0, 1, 2), 1),
+        (ps.Placement.looped(3, 2), (0, 1, 2, 0, 1, 2), 2),
+        (ps.Placement.v_shaped(3), (0, 1, 2, 2, 1, 0), 2),
         (Placement([1, 0, 1]), (1, 0, 1), 2),
     ],
 )
@@ -63,19 +63,19 @@ def test_bad_placement(device_of: list[int], message: str) -> None:
 def test_bad_counts(count: object) -> None:
     """The makers take whole numbers of at least 1."""
     for make in (
-        lambda: ps.linear(count),  # type: ignore[arg-type]
-        lambda: ps.looped(count, 1),  # type: ignore[arg-type]
-        lambda: ps.v_shaped(count),  # type: ignore[arg-type]
+        lambda: ps.Placement.linear(count),  # type: ignore[arg-type]
+        lambda: ps.Placement.looped(count, 1),  # type: ignore[arg-type]
+        lambda: ps.Placement.v_shaped(count),  # type: ignore[arg-type]
     ):
         with pytest.raises(ArgumentError, match="n_devices must be"):
             make()
     with pytest.raises(ArgumentError, match="n_chunks must be"):
-        ps.looped(2, count)  # type: ignore[arg-type]
+        ps.Placement.looped(2, count)  # type: ignore[arg-type]
 
 
 def test_bidirectional() -> None:
     """Down the devices and up; the first half of the micro-batches goes down."""
-    placement = ps.bidirectional(4)
+    placement = ps.Placement.bidirectional(4)
     assert placement.paths == ((0, 1, 2, 3), (3, 2, 1, 0))
     assert (placement.n_stages, placement.n_devices, placement.n_chunks) == (4, 4, 2)
     assert placement.stages_of(1) == (1, 2)
@@ -85,8 +85,8 @@ def test_bidirectional() -> None:
 
 def test_waves() -> None:
     """Down and up as often as there are waves; one wave is a V."""
-    assert ps.waves(2, 2).device_of == (0, 1, 1, 0, 0, 1, 1, 0)
-    assert ps.waves(3, 1) == ps.v_shaped(3)
+    assert ps.Placement.waves(2, 2).device_of == (0, 1, 1, 0, 0, 1, 1, 0)
+    assert ps.Placement.waves(3, 1) == ps.Placement.v_shaped(3)
 
 
 def test_bad_paths() -> None:
@@ -98,6 +98,6 @@ def test_bad_paths() -> None:
     with pytest.raises(ArgumentError, match=r"stage 1 in others\[0\] must be .* got 'x'"):
         Placement([0, 1], [1, "x"])  # type: ignore[list-item]
     with pytest.raises(ArgumentError, match=r"no device 2; the placement has 2, 0\.\.1"):
-        ps.linear(2).stages_of(2)
+        ps.Placement.linear(2).stages_of(2)
     with pytest.raises(ArgumentError, match="even number of devices, got 3"):
-        ps.bidirectional(3)
+        ps.Placement.bidirectional(3)

@@ -208,7 +208,7 @@ def test_custom_placement_is_read_off_the_orders() -> None:
     """A stage lies where it is first named."""
     orders = [["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
     schedule = ps.Schedule.from_orders(orders)
-    assert schedule.placement == ps.v_shaped(2)
+    assert schedule.placement == ps.Placement.v_shaped(2)
     assert schedule.n_microbatches == 1
     ps.verify(schedule)
 
@@ -225,7 +225,12 @@ def test_custom_placement_is_read_off_the_orders() -> None:
         ([["0F"]], {}, ScheduleError, "0F is not a compute action; a schedule lists F, B, I, W"),
         ([["0F0", "2F0"]], {}, ScheduleError, "no action names stage 1; number stages from 0"),
         ([["0F0"], []], {}, ScheduleError, "device 1 lists nothing; list at least one action"),
-        ([["0F0"]], {"placement": ps.linear(2)}, ScheduleError, "1 devices for a placement on 2"),
+        (
+            [["0F0"]],
+            {"placement": ps.Placement.linear(2)},
+            ScheduleError,
+            "1 devices for a placement on 2",
+        ),
         ([["0F0"]], {"n_microbatches": 0}, ArgumentError, "n_microbatches must be at least 1"),
         ([[Action(-1, Op.F, 0)]], {}, ScheduleError, "-1F0 is out of range; number stages"),
         ([[Action(0, Op.F, -1)]], {}, ScheduleError, "0F-1 is out of range"),
@@ -237,7 +242,7 @@ def test_custom_placement_is_read_off_the_orders() -> None:
         ),
         (
             [["0F0"], ["1F0", "2147483648F0"]],
-            {"n_microbatches": 1, "placement": ps.linear(2)},
+            {"n_microbatches": 1, "placement": ps.Placement.linear(2)},
             ScheduleError,
             "device 1, position 1: 2147483648F0 is out of range; .* go from 0 to 2147483647",
         ),

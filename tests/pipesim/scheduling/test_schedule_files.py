@@ -94,7 +94,7 @@ def test_overlapped_actions(tmp_path: Path) -> None:
 def test_placement_is_read_off(tmp_path: Path) -> None:
     """Looped, V, and blocks of stages: a stage lies where its actions are."""
     rows = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
-    assert load(tmp_path, rows).placement == ps.v_shaped(2)
+    assert load(tmp_path, rows).placement == ps.Placement.v_shaped(2)
     rows = "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"
     assert load(tmp_path, rows).placement == Placement([0, 0, 1, 1])
 
@@ -102,7 +102,7 @@ def test_placement_is_read_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_devices", [2, 4])
 def test_two_paths_are_read_off(tmp_path: Path, n_devices: int) -> None:
     """Of copies of the stages, one half of the micro-batches takes each; 5 of them split 3 to 2."""
-    placement, m = ps.bidirectional(n_devices), 5
+    placement, m = ps.Placement.bidirectional(n_devices), 5
     path_of = placement.path_of(m)
     rows = [
         [

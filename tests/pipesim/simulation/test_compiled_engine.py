@@ -23,9 +23,11 @@ from rules import all_reduced, assert_rules_hold
 from strategies import Lowering, cases, costs, lowerings, noises, unequal_cases
 
 import pipesim as ps
+from pipesim.costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import COLLECTIVES, SENDS, Op
+from pipesim.simulation import LogNormal
 from pipesim.simulation.engines import compiled as engine
 from pipesim.simulation.engines import simpy_engine
 from pipesim.simulation.engines.plan import make_plan, shared_links
@@ -35,7 +37,7 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))
 ENGINES = ("compiled", "simpy")
 
 
-def assert_engines_agree(graph: ps.TaskGraph, costs: ps.TaskCosts) -> ps.Timeline:
+def assert_engines_agree(graph: ps.TaskGraph, costs: TaskCosts) -> ps.Timeline:
     """Compare every start and end with ``==``: both loops, compiled and as Python, and SimPy's."""
     start, end = simpy_engine.run(graph, costs)
     plan = make_plan(graph, costs)
@@ -49,7 +51,7 @@ def assert_engines_agree(graph: ps.TaskGraph, costs: ps.TaskCosts) -> ps.Timelin
     return ps.Timeline(graph, start, end)
 
 
-def describe(graph: ps.TaskGraph, costs: ps.TaskCosts) -> None:
+def describe(graph: ps.TaskGraph, costs: TaskCosts) -> None:
     """Note what an example has, for the statistics."""
     shared = shared_links(graph, costs)
     most = int((shared >= 0).sum(axis=1).max())
@@ -95,7 +97,7 @@ def test_engines_agree_on_costs_of_tasks(data: st.DataObject) -> None:
         return np.where(marked, drawn, 0.0)
 
     everything = np.ones(len(graph), dtype=bool)
-    table = ps.CostTable(
+    table = CostTable(
         duration=values(~graph.is_op(COLLECTIVES)),
         latency=values(graph.pair >= 0),
         launch=values(everything) if data.draw(st.booleans()) else np.zeros(len(graph)),
@@ -107,7 +109,7 @@ def test_engines_agree_on_costs_of_tasks(data: st.DataObject) -> None:
         table.latency, np.where(graph.pair >= 0, table.latency[graph.pair], 0)
     )
     assert_rules_hold(
-        assert_engines_agree(graph, ps.TaskCosts.of_tasks(table)), ps.TaskCosts.of_tasks(table)
+        assert_engines_agree(graph, TaskCosts.of_tasks(table)), TaskCosts.of_tasks(table)
     )
 
 
@@ -173,7 +175,7 @@ def test_engines_agree_on_a_large_graph() -> None:
     schedule = ps.schedule("1f1b", 8, 300)
     assert len(schedule) == 4800
     shared = ps.Network(nodes=ps.Nodes(4, port_bandwidth=8, nic_bandwidth=4, n_nics=1))
-    noise = ps.Noise(seed=1, task=ps.LogNormal(0.1), message=ps.LogNormal(0.3))
+    noise = ps.Noise(seed=1, task=LogNormal(0.1), message=LogNormal(0.3))
     for network in (ps.Network(latency=0.1, bandwidth=4), shared):
         graph = ps.lower(schedule, recompute="always", hosts="per_device")
         of_stages = ps.Costs(
@@ -193,7 +195,7 @@ def test_engines_agree_on_a_large_graph() -> None:
 
 def messages(
     routes: Sequence[tuple[int, int, int, int]], network: ps.Network
-) -> tuple[ps.TaskGraph, ps.TaskCosts]:
+) -> tuple[ps.TaskGraph, TaskCosts]:
     """Return a graph of single messages, ``(sender, receiver, asked at, seconds)`` each.
 
     Every message is a pipeline: an F that lasts until the message is ready, and
@@ -376,7 +378,7 @@ def test_step_waits_for_the_reduction_of_its_stage(name: str) -> None:
 def test_members_of_a_collective_last_the_same() -> None:
     """What a collective draws, it draws once: its members end together."""
     graph = ps.lower(ps.schedule("1f1b", 2, 3), n_replicas=3)
-    noise = ps.Noise(seed=3, message=ps.LogNormal(0.5), task=ps.LogNormal(0.2))
+    noise = ps.Noise(seed=3, message=LogNormal(0.5), task=LogNormal(0.2))
     timeline = ps.simulate(graph, REDUCED, noise=noise)
     assert len(graph.collectives) == 2
     ends = [timeline.end[graph.collectives[k]] for k in range(2)]
@@ -410,8 +412,9 @@ with warnings.catch_warnings(record=True) as caught:
         graph = ps.lower(ps.schedule("1f1b", 4, 40), recompute="always", n_replicas=2)
         network = ps.Network(nodes=nodes)
         costs = ps.Costs(1, 2, launch=.01, output_bytes=1, parameter_bytes=1, network=network)
-        noise = ps.Noise(seed=5, task=ps.LogNormal(.1), device=ps.Normal(.1), gpus_per_device=2,
-                         message=ps.Normal(.1), failures=ps.Failures(100, 3))
+        draw = ps.simulation
+        noise = ps.Noise(seed=5, task=draw.LogNormal(.1), device=draw.Normal(.1), gpus_per_device=2,
+                         message=draw.Normal(.1), failures=draw.Failures(100, 3))
         timeline = ps.simulate(graph, costs, noise=noise, scenario=1)
         many = ps.simulate_many(graph, costs, noise, 3, n_jobs=2, progress=False)
         answers.append([timeline.start.tolist(), timeline.end.tolist(), many.makespan.tolist(),

@@ -9,6 +9,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import CostsError, CostsWarning, NetworkError
+from pipesim.simulation import Normal
 
 NODE = ps.Network.preset("dgx_h100", gpus_per_device=4)
 GPT = ps.Transformer(
@@ -48,7 +49,7 @@ def test_the_rates_that_the_seconds_of_stages_follow_from() -> None:
     far = replace(wide, nodes=replace(wide.nodes, nic_latency=1.0))
     with pytest.warns(CostsWarning, match="latency between nodes of 1 s"):
         ps.simulate(GRAPH, replace(over_nodes, network=far))
-    noise = ps.Noise(task=ps.Normal(0.01), seed=0)
+    noise = ps.Noise(task=Normal(0.01), seed=0)
     with pytest.warns(CostsWarning, match="between the 4 GPUs of a device"):
         ps.simulate_many(GRAPH, replace(COSTS, network=SLOW), noise, 2, progress=False)
 

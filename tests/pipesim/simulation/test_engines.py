@@ -18,6 +18,7 @@ from simulated_runs import run
 from strategies import cases
 
 import pipesim as ps
+from pipesim.costs import CostTable, TaskCosts
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -502,12 +503,12 @@ def test_bad_costs_of_a_task(column: str, value: float, message: str) -> None:
     costs = ps.Costs(1, 2).of(graph)
     values = getattr(costs, column).copy()
     values[0] = value
-    table = ps.CostTable(
-        **{name: getattr(costs, name) for name in ps.CostTable._fields if name != column},
+    table = CostTable(
+        **{name: getattr(costs, name) for name in CostTable._fields if name != column},
         **{column: values},
     )
     with pytest.raises(CostsError, match=message):
-        ps.simulate(graph, ps.TaskCosts.of_tasks(table))
+        ps.simulate(graph, TaskCosts.of_tasks(table))
     if column == "duration":
         with pytest.raises(CostsError, match=message):
             ps.simulate(graph, replace(costs, drawn=values))

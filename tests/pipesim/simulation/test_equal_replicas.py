@@ -15,8 +15,10 @@ from kernels import compiled as all_compiled
 from strategies import bandwidths, cases, host_links, networks, seconds
 
 import pipesim as ps
+from pipesim.costs import TaskCosts
 from pipesim.lowering.lower import lower_replica
 from pipesim.scheduling.placement import Layout
+from pipesim.simulation import LogNormal
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.plan import make_plan
 from pipesim.simulation.equal_replicas import OneOfReplicas, SharedRoutes, run_equal_replicas_once
@@ -30,11 +32,11 @@ COSTS = ps.Costs(
 )  # fmt: skip
 
 
-def simulated(engine: str, graph: ps.TaskGraph, tasks: ps.TaskCosts) -> int:
+def simulated(engine: str, graph: ps.TaskGraph, tasks: TaskCosts) -> int:
     """Compare the reduction with the full simulation; return how many tasks it simulated."""
     sizes = []
 
-    def run(graph: ps.TaskGraph, tasks: ps.TaskCosts) -> Any:
+    def run(graph: ps.TaskGraph, tasks: TaskCosts) -> Any:
         sizes.append(len(graph))
         return ENGINES[engine](graph, tasks)
 
@@ -150,22 +152,22 @@ def lowered(**options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule("1f1b", 4, 4), n_replicas=4, **options)
 
 
-def with_launch(**options: Any) -> tuple[ps.TaskGraph, ps.TaskCosts]:
+def with_launch(**options: Any) -> tuple[ps.TaskGraph, TaskCosts]:
     graph = lowered(**options)
     return graph, replace(COSTS, launch=0.25).of(graph)
 
 
-def over_network(network: ps.Network, **options: Any) -> tuple[ps.TaskGraph, ps.TaskCosts]:
+def over_network(network: ps.Network, **options: Any) -> tuple[ps.TaskGraph, TaskCosts]:
     graph = lowered(**options)
     return graph, replace(COSTS, network=network).of(graph)
 
 
-def noisy(noise: ps.Noise) -> tuple[ps.TaskGraph, ps.TaskCosts]:
+def noisy(noise: ps.Noise) -> tuple[ps.TaskGraph, TaskCosts]:
     graph = lowered()
     return graph, noise.applied(graph, COSTS.of(graph))
 
 
-def changed(**columns: Any) -> tuple[ps.TaskGraph, ps.TaskCosts]:
+def changed(**columns: Any) -> tuple[ps.TaskGraph, TaskCosts]:
     """One replica's stage has other costs."""
     graph = lowered()
     tasks = COSTS.of(graph)
@@ -176,7 +178,7 @@ def changed(**columns: Any) -> tuple[ps.TaskGraph, ps.TaskCosts]:
     return graph, replace(tasks, table=table)
 
 
-def without_a_dependency() -> tuple[ps.TaskGraph, ps.TaskCosts]:
+def without_a_dependency() -> tuple[ps.TaskGraph, TaskCosts]:
     """A graph whose last STEP waits for one task less than the others."""
     graph = lowered()
     needs = graph.dependencies
@@ -186,7 +188,7 @@ def without_a_dependency() -> tuple[ps.TaskGraph, ps.TaskCosts]:
     return graph, COSTS.of(graph)
 
 
-APART: dict[str, Callable[[], tuple[ps.TaskGraph, ps.TaskCosts]]] = {
+APART: dict[str, Callable[[], tuple[ps.TaskGraph, TaskCosts]]] = {
     "NIC of two replicas": lambda: over_network(
         ps.Network(nodes=ps.Nodes(4, port_bandwidth=2, nic_bandwidth=1, n_nics=1)),
         layout="stage_major",
@@ -205,7 +207,7 @@ APART: dict[str, Callable[[], tuple[ps.TaskGraph, ps.TaskCosts]]] = {
     "host of two replicas": lambda: with_launch(hosts=[0] * 4 + [1] * 8 + [2] * 4),
     "other hosts in a replica": lambda: with_launch(hosts=[0, 0, 1, 1, *range(2, 14)]),
     "threads": lambda: with_launch(hosts="per_device", host_threads=True),
-    "noise": lambda: noisy(ps.Noise(seed=1, task=ps.LogNormal(0.1))),
+    "noise": lambda: noisy(ps.Noise(seed=1, task=LogNormal(0.1))),
     "a slow device": lambda: noisy(ps.Noise(seed=1, slow_devices={5: 1.5})),
     "other seconds": lambda: changed(duration=4.0),
     "other launches": lambda: changed(launch=4.0),
@@ -217,7 +219,7 @@ APART: dict[str, Callable[[], tuple[ps.TaskGraph, ps.TaskCosts]]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("make", APART.values(), ids=APART)
 def test_different_replicas_all_run(
-    make: Callable[[], tuple[ps.TaskGraph, ps.TaskCosts]], engine: str
+    make: Callable[[], tuple[ps.TaskGraph, TaskCosts]], engine: str
 ) -> None:
     """Anything that may tell replicas apart brings the full simulation."""
     graph, tasks = make()

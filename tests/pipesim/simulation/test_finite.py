@@ -12,10 +12,12 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, NetworkError, TimelineError
+from pipesim.simulation import Empirical, Failures, LogNormal, Normal
 
 GRAPH = ps.lower(ps.schedule("1f1b", 4, 8))
 REPLICAS = ps.lower(ps.schedule("1f1b", 4, 8), n_replicas=2)
-NOISE = ps.Noise(seed=0, task=ps.Normal(0.1))
+NOISE = ps.Noise(seed=0, task=Normal(0.1))
+LINE = ps.Placement.linear(4)
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "n_layers": 4, "n_heads": 4, "sequence_length": 8, "vocabulary_size": 16,
 }  # fmt: skip
@@ -42,9 +44,9 @@ def _no_warnings() -> Any:
         ({"network": ps.Network(latency=1e308)}, None, r"1RECV_F0 .* would end at 1e\+308 s"),
         ({"output_bytes": 1e300, "network": ps.Network(0, 1e-300)}, None, "0SEND_F0 .* got inf"),
         ({"backward": None, "input_grad": 1e308, "weight_grad": 1e308}, None, "backward of s"),
-        ({}, {"failures": ps.Failures(1, 1e308)}, r"0F0 \(task 0\) would end at 1e\+308 s"),
+        ({}, {"failures": Failures(1, 1e308)}, r"0F0 \(task 0\) would end at 1e\+308 s"),
         ({"forward": 10}, {"slow_devices": {0: 1e308}}, "a task may last inf s"),
-        ({}, {"device": ps.Empirical([1] * 99 + [1e200]), "task": ps.Empirical([1e-200, 1])}, None),
+        ({}, {"device": Empirical([1] * 99 + [1e200]), "task": Empirical([1e-200, 1])}, None),
     ],
 )  # fmt: skip
 def test_endless_times(
@@ -62,7 +64,7 @@ def test_endless_times(
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: ps.simulate_many(GRAPH, costs(), ps.Noise(seed=0, failures=ps.Failures(1, 1e308)),
+        (lambda: ps.simulate_many(GRAPH, costs(), ps.Noise(seed=0, failures=Failures(1, 1e308)),
                                   4, progress=False), CostsError, r"0F0 .* 1e\+308 s"),
         (lambda: ps.simulate(GRAPH, costs(activation_bytes=1.7e308)).memory.peak, CostsError,
          "device 0 would hold inf bytes"),
@@ -80,12 +82,12 @@ def test_endless_times(
         (lambda: ps.Network(nodes=ps.Nodes(8, 0, 5e-324, 0, 5e-324, 1)).all_reduce(1, range(16)),
          NetworkError, "all-reduce of 1 bytes over 16 members would last inf s"),
         (lambda: ps.Network(0, 1e-300).all_to_all(1e300, range(4)), NetworkError, "last inf s"),
-        (lambda: ps.order_by(ps.linear(4), 8, ps.Costs(1e308, input_grad=1, weight_grad=1)),
+        (lambda: ps.order_by(LINE, 8, ps.Costs(1e308, input_grad=1, weight_grad=1)),
          CostsError, "the seconds of 8 micro-batches"),
-        (lambda: ps.order_by(ps.linear(4), 8, ps.Costs(1, input_grad=1, weight_grad=1,
-                                                       activation_bytes=1e308)),
+        (lambda: ps.order_by(LINE, 8, ps.Costs(1, input_grad=1, weight_grad=1,
+                                               activation_bytes=1e308)),
          CostsError, "the bytes of 8 micro-batches"),
-        (lambda: ps.order_by(ps.linear(4), 8, ps.Costs(1, input_grad=1, weight_grad=1,
+        (lambda: ps.order_by(LINE, 8, ps.Costs(1, input_grad=1, weight_grad=1,
                              output_bytes=1e300, network=ps.Network(0, 1e-300))),
          CostsError, "a message from device 0 to 1 would take inf s"),
         *((lambda name=name: ps.schedule(name, 4, 8, costs=ps.Costs(1e308, input_grad=1e308,
@@ -104,14 +106,14 @@ def test_endless_times(
         (lambda: ps.Transformer(**SIZES).costs(2, microbatch_size=1, flops_per_second=1e308,
                                                tensor_parallel=4),
          ArgumentError, r"flops_per_second must be at most 1e\+100"),
-        (lambda: ps.LogNormal(1e308), ArgumentError, "sigma must be at most 3"),
-        (lambda: ps.Noise(seed=0, failures=ps.Failures(5e-324, 1), gpus_per_device=10**6),
+        (lambda: LogNormal(1e308), ArgumentError, "sigma must be at most 3"),
+        (lambda: ps.Noise(seed=0, failures=Failures(5e-324, 1), gpus_per_device=10**6),
          ArgumentError, "every=5e-324 s of one GPU, over gpus_per_device=1000000, is too small"),
-        (lambda: ps.Empirical(["1", "2"]), ArgumentError, "samples must be numbers.*'1' .str"),
-        (lambda: ps.Empirical(np.array(["1"])), ArgumentError, "samples must be numbers.*'1' .str"),
-        (lambda: ps.Empirical([True, False]), ArgumentError, "samples must be numbers.*True .bool"),
-        (lambda: ps.Empirical(np.array([True])), ArgumentError, "samples must be numbers.*True"),
-        (lambda: ps.Empirical([1, 10**400]), ArgumentError, "samples must be finite"),
+        (lambda: Empirical(["1", "2"]), ArgumentError, "samples must be numbers.*'1' .str"),
+        (lambda: Empirical(np.array(["1"])), ArgumentError, "samples must be numbers.*'1' .str"),
+        (lambda: Empirical([True, False]), ArgumentError, "samples must be numbers.*True .bool"),
+        (lambda: Empirical(np.array([True])), ArgumentError, "samples must be numbers.*True"),
+        (lambda: Empirical([1, 10**400]), ArgumentError, "samples must be finite"),
     ],
 )  # fmt: skip
 def test_refused(call: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -124,7 +126,7 @@ def test_refused(call: Callable[[], object], error: type[Exception], message: st
 def test_empirical_of_any_size(value: float) -> None:
     """Equal samples are the factor 1, however large; no sum of them overflows."""
     graph = ps.lower(ps.schedule("gpipe", 1, 2))
-    noise = ps.Noise(seed=0, task=ps.Empirical([value] * 10))
+    noise = ps.Noise(seed=0, task=Empirical([value] * 10))
     assert ps.simulate(graph, costs(), noise=noise).makespan == 6.0
 
 
@@ -132,7 +134,7 @@ def test_log_normal_has_mean_1_at_its_limit() -> None:
     """Of the table of draws; beyond the limit of sigma it would miss more and more."""
     from pipesim.simulation.distributions import tabulated
 
-    table = tabulated(ps.LogNormal(3), 1)
+    table = tabulated(LogNormal(3), 1)
     inner = table[0, 1:-1].sum() + table[1].mean() + table[2].mean()
     assert inner / table.shape[1] == pytest.approx(1, abs=0.01)
 

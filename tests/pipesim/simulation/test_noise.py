@@ -19,6 +19,7 @@ from strategies import cases, noises
 import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, Op
+from pipesim.simulation import Empirical, Failures, LogNormal, Normal, Scenarios
 
 ONE = ps.Costs(1, 1)
 normal = NormalDist().cdf
@@ -60,7 +61,7 @@ def assert_alike(one: np.ndarray, other: np.ndarray) -> None:
 
 def test_normal() -> None:
     """Mean 1 and the given deviation."""
-    drawn = factors(ps.Noise(seed=1, task=ps.Normal(0.1)))
+    drawn = factors(ps.Noise(seed=1, task=Normal(0.1)))
     assert_distributed(drawn, lambda x: normal((x - 1) / 0.1))
     assert drawn.mean() == pytest.approx(1, abs=0.003)
     assert drawn.std() == pytest.approx(0.1, rel=0.02)
@@ -69,7 +70,7 @@ def test_normal() -> None:
 
 def test_normal_is_never_negative() -> None:
     """One in six would be, of this one; they are 0."""
-    drawn = factors(ps.Noise(seed=1, task=ps.Normal(1.0)))
+    drawn = factors(ps.Noise(seed=1, task=Normal(1.0)))
     assert drawn.min() == 0
     assert (drawn == 0).mean() == pytest.approx(normal(-1), abs=0.01)
 
@@ -79,7 +80,7 @@ def test_tails() -> None:
 
     Of 400,000 normal draws 10 are expected beyond 4.05 deviations on each side.
     """
-    noise = ps.Noise(seed=1, task=ps.Normal(0.1))
+    noise = ps.Noise(seed=1, task=Normal(0.1))
     drawn = np.stack([factors(noise, scenario) for scenario in range(20)])
     for side in ((drawn > 1.405).sum(), (drawn < 0.595).sum()):
         assert 2 <= side <= 22
@@ -90,7 +91,7 @@ def test_tails() -> None:
 
 def test_lognormal() -> None:
     """Mean 1; the logarithm has the given deviation."""
-    drawn = factors(ps.Noise(seed=2, task=ps.LogNormal(0.3)))
+    drawn = factors(ps.Noise(seed=2, task=LogNormal(0.3)))
     assert_distributed(drawn, lambda x: normal((math.log(x) + 0.3**2 / 2) / 0.3))
     assert drawn.mean() == pytest.approx(1, abs=0.01)
     assert np.log(drawn).std() == pytest.approx(0.3, rel=0.02)
@@ -99,16 +100,16 @@ def test_lognormal() -> None:
 def test_empirical() -> None:
     """Measured values over their mean, each as likely as the others, and nothing between them."""
     samples = [3.0, 1.0, 2.0, 10.0]
-    drawn = factors(ps.Noise(seed=3, task=ps.Empirical(samples)))
+    drawn = factors(ps.Noise(seed=3, task=Empirical(samples)))
     values, counts = np.unique(drawn, return_counts=True)
     assert values.tolist() == [0.25, 0.5, 0.75, 2.5]
     assert counts / len(drawn) == pytest.approx([0.25] * 4, abs=0.012)
-    assert ps.Empirical(np.array(samples)) == ps.Empirical(sorted(samples))
-    twice = factors(ps.Noise(seed=3, task=ps.Empirical([1.0, 1.0, 4.0])))
+    assert Empirical(np.array(samples)) == Empirical(sorted(samples))
+    twice = factors(ps.Noise(seed=3, task=Empirical([1.0, 1.0, 4.0])))
     assert (twice == 0.5).mean() == pytest.approx(2 / 3, abs=0.012)
 
 
-@pytest.mark.parametrize("distribution", [ps.Normal(0.2), ps.LogNormal(0.4), ps.Empirical([1, 2])])
+@pytest.mark.parametrize("distribution", [Normal(0.2), LogNormal(0.4), Empirical([1, 2])])
 @pytest.mark.parametrize("gpus", [2, 8, 1000])
 def test_largest_of_several(distribution: Any, gpus: int) -> None:
     """GPUs that work in step wait for the slowest: its factor is the largest of as many draws."""
@@ -123,7 +124,7 @@ def test_largest_of_several(distribution: Any, gpus: int) -> None:
 
 def test_largest_of_very_many() -> None:
     """Where no level below 1 is left between the quantiles."""
-    drawn = factors(ps.Noise(seed=4, task=ps.Normal(0.1), gpus_per_device=10**9))
+    drawn = factors(ps.Noise(seed=4, task=Normal(0.1), gpus_per_device=10**9))
     assert 1.5 < drawn.min() <= drawn.max() < 2
 
 
@@ -136,13 +137,13 @@ def test_replicas_wait_for_the_slowest(n: int, moment: float) -> None:
     Order statistics: 1 / sqrt(pi) for 2, 3 / (2 sqrt(pi)) for 3, and 1.16296 for 5 (Harter,
     "Expected values of normal order statistics", Biometrika 48, 1961).
     """
-    noise = ps.Noise(seed=6, device=ps.Normal(0.05))
+    noise = ps.Noise(seed=6, device=Normal(0.05))
     graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=n)
     many = ps.simulate_many(graph, ONE, noise, 3000, progress=False)
     slowdown = many.makespan / many.quiet_makespan
     assert slowdown.mean() == pytest.approx(1 + 0.05 * moment, abs=4 * 0.05 / math.sqrt(3000))
     # And GPUs in step are devices that wait for each other.
-    together = ps.Noise(seed=7, device=ps.Normal(0.05), gpus_per_device=n)
+    together = ps.Noise(seed=7, device=Normal(0.05), gpus_per_device=n)
     one = ps.lower(ps.schedule("gpipe", 1, 2))
     assert_alike(slowdown, ps.simulate_many(one, ONE, together, 3000, progress=False).makespan / 4)
 
@@ -185,7 +186,7 @@ def test_distribution_of_your_own() -> None:
 
 def test_operations_of_their_own() -> None:
     """Only those that are named vary."""
-    noise = ps.Noise(seed=0, task={"F": ps.Normal(0.1), "STEP": ps.Empirical([0, 2])})
+    noise = ps.Noise(seed=0, task={"F": Normal(0.1), "STEP": Empirical([0, 2])})
     graph = ps.lower(ps.schedule("1f1b", 4, 50))
     costs = ps.Costs(1, 2, optimizer_step=3).of(graph)
     drawn = noise.applied(graph, costs).duration
@@ -201,11 +202,11 @@ def test_messages_and_devices() -> None:
     costs = ps.Costs(1, 2, output_bytes=1, parameter_bytes=4, network=network)
     graph = ps.lower(ps.schedule("1f1b", 4, 50), n_replicas=2)
     tasks = costs.of(graph)
-    of_messages = ps.Noise(seed=0, message=ps.LogNormal(0.2)).applied(graph, tasks)
+    of_messages = ps.Noise(seed=0, message=LogNormal(0.2)).applied(graph, tasks)
     varies = of_messages.duration != tasks.duration
     assert (varies == graph.is_op(SENDS | COLLECTIVES)).all()
     assert (of_messages.latency == tasks.latency).all()
-    of_devices = ps.Noise(seed=0, device=ps.LogNormal(0.2)).applied(graph, tasks)
+    of_devices = ps.Noise(seed=0, device=LogNormal(0.2)).applied(graph, tasks)
     computes = graph.is_op(COMPUTE) & (tasks.duration > 0)
     ratio = of_devices.duration[computes] / tasks.duration[computes]
     assert (of_devices.duration[~computes] == tasks.duration[~computes]).all()
@@ -247,7 +248,7 @@ def test_slow_link() -> None:
 @pytest.mark.parametrize(("gpus", "chance"), [(1, 0.1), (2, 0.2), (20, 1.0)])
 def test_failures(gpus: int, chance: float) -> None:
     """A task of a second is hit with the chance 1 / every a GPU, and lasts a pause longer."""
-    noise = ps.Noise(seed=8, failures=ps.Failures(every=10, pause=30), gpus_per_device=gpus)
+    noise = ps.Noise(seed=8, failures=Failures(every=10, pause=30), gpus_per_device=gpus)
     drawn = factors(noise)
     assert set(drawn) == ({1.0, 31.0} if chance < 1 else {31.0})
     assert (drawn > 1).mean() == pytest.approx(chance, abs=0.01)
@@ -257,7 +258,7 @@ def test_failures_hit_long_tasks_more() -> None:
     """By their own seconds; messages are never hit."""
     graph = ps.lower(ps.schedule("gpipe", 2, 4000), step="none")
     costs = ps.Costs(1, 3, output_bytes=1, network=ps.Network(bandwidth=0.1)).of(graph)
-    noise = ps.Noise(seed=9, failures=ps.Failures(every=20, pause=100))
+    noise = ps.Noise(seed=9, failures=Failures(every=20, pause=100))
     hit = noise.applied(graph, costs).duration - costs.duration
     assert set(hit) == {0.0, 100.0}
     assert not hit[graph.is_op(SENDS)].any()
@@ -270,11 +271,11 @@ def test_failures_hit_long_tasks_more() -> None:
 
 EVERYTHING = ps.Noise(
     seed=1,
-    task=ps.LogNormal(0.1),
-    device=ps.Normal(0.1),
-    message=ps.LogNormal(0.3),
+    task=LogNormal(0.1),
+    device=Normal(0.1),
+    message=LogNormal(0.3),
     gpus_per_device=4,
-    failures=ps.Failures(every=100, pause=10),
+    failures=Failures(every=100, pause=10),
 )
 
 
@@ -292,15 +293,15 @@ def test_draws_are_independent() -> None:
 
     Of 20,000 independent pairs, 1 in 10^5 correlates by more than 4.4 / sqrt(20,000) = 0.031.
     """
-    task = ps.Noise(seed=1, task=ps.Normal(0.1))
-    hit = ps.Noise(seed=1, failures=ps.Failures(2, 1))
+    task = ps.Noise(seed=1, task=Normal(0.1))
+    hit = ps.Noise(seed=1, failures=Failures(2, 1))
     rows = [factors(task, scenario=k) for k in range(4)]
     rows += [factors(replace(task, seed=seed)) for seed in (0, 2, 2**40)]
     rows += [factors(hit, scenario=k) for k in range(2)]
     assert np.abs(np.corrcoef(rows) - np.eye(len(rows))).max() < 0.031
     for lag in (1, 2, 3, 128, 4096):
         assert abs(np.corrcoef(rows[0][lag:], rows[0][:-lag])[0, 1]) < 0.031
-    devices = ps.Noise(seed=1, device=ps.Normal(0.1)).device_factors(20_000, [0, 1])
+    devices = ps.Noise(seed=1, device=Normal(0.1)).device_factors(20_000, [0, 1])
     assert np.abs(np.corrcoef([*devices, *rows[:2]]) - np.eye(4)).max() < 0.031
 
 
@@ -345,10 +346,10 @@ def test_no_noise_at_all(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     quiet = ps.simulate(graph, costs)
     zero = ps.Noise(
         seed=0,
-        task=ps.Normal(0),
-        device=ps.LogNormal(0),
-        message=ps.Empirical([3]),
-        failures=ps.Failures(every=1, pause=0),
+        task=Normal(0),
+        device=LogNormal(0),
+        message=Empirical([3]),
+        failures=Failures(every=1, pause=0),
         slow_devices={0: 1},
     )
     for noise in (ps.Noise(seed=0), zero):
@@ -363,7 +364,7 @@ def test_noise_on_costs_that_were_drawn() -> None:
     """What one noise made of the costs, another varies further, in one scenario or many."""
     graph = ps.lower(ps.schedule("gpipe", 2, 3))
     twice = ps.Noise(seed=0, slow_devices={0: 2.0, 1: 2.0})
-    drawn = ps.Noise(seed=1, task=ps.LogNormal(0.3)).applied(graph, ONE.of(graph))
+    drawn = ps.Noise(seed=1, task=LogNormal(0.3)).applied(graph, ONE.of(graph))
     timeline = ps.simulate(graph, drawn, noise=twice)
     assert timeline.makespan == 2 * ps.simulate(graph, drawn).makespan
     many = ps.simulate_many(graph, drawn, twice, 2, progress=False)
@@ -373,10 +374,10 @@ def test_noise_on_costs_that_were_drawn() -> None:
 # Scenarios
 
 
-def scenarios(n: int = 101, progress: bool = False) -> ps.Scenarios:
+def scenarios(n: int = 101, progress: bool = False) -> Scenarios:
     """Return scenarios of a small step."""
     graph = ps.lower(ps.schedule("1f1b", 2, 4))
-    noise = ps.Noise(seed=0, task=ps.LogNormal(0.1))
+    noise = ps.Noise(seed=0, task=LogNormal(0.1))
     return ps.simulate_many(graph, ps.Costs(1, 2), noise, n, progress=progress)
 
 
@@ -445,32 +446,35 @@ def noise_of(**options: Any) -> ps.Noise:
         (lambda: ps.Noise(seed=1.5), r"seed must be a whole number, got 1\.5 \(float\)"),
         (lambda: ps.Noise(seed=True), "seed must be a whole number, got True"),
         (lambda: ps.Noise(seed="1"), "seed must be a whole number, got '1'"),
-        (lambda: ps.Empirical([]), "samples are empty; give at least one measured value"),
-        (lambda: ps.Empirical([1, -2]), r"samples must be finite and >= 0, got -2\.0"),
-        (lambda: ps.Empirical([1, math.nan]), "samples must be finite and >= 0, got nan"),
-        (lambda: ps.Empirical([1, math.inf]), "samples must be finite and >= 0, got inf"),
-        (lambda: ps.Empirical([0, 0]), "samples are all 0; a factor cannot be made of them"),
-        (lambda: ps.Empirical("slow"), "samples must be numbers, got 'slow'"),
-        (lambda: ps.Empirical([[1], [1, 2]]), "samples must be numbers"),
-        (lambda: ps.Normal(-0.1), r"std must be finite and >= 0, got -0\.1"),
-        (lambda: ps.Normal(math.nan), "std must be finite and >= 0, got nan"),
-        (lambda: ps.Normal("1"), "std must be finite and >= 0, got '1'"),
-        (lambda: ps.LogNormal(math.inf), "sigma must be finite and >= 0, got inf"),
-        (lambda: ps.LogNormal(None), "sigma must be finite and >= 0, got None"),
-        (lambda: ps.Failures(0, 1), "every must be a finite number .above 0., got 0"),
-        (lambda: ps.Failures(-1, 1), "every must be a finite number .above 0., got -1"),
-        (lambda: ps.Failures(math.inf, 1), "every must be a finite number .above 0., got inf"),
-        (lambda: ps.Failures(1, -1), "pause must be a finite number .at least 0., got -1"),
-        (lambda: ps.Failures(1, math.nan), "pause must be a finite number .at least 0., got nan"),
+        (lambda: Empirical([]), "samples are empty; give at least one measured value"),
+        (lambda: Empirical([1, -2]), r"samples must be finite and >= 0, got -2\.0"),
+        (lambda: Empirical([1, math.nan]), "samples must be finite and >= 0, got nan"),
+        (lambda: Empirical([1, math.inf]), "samples must be finite and >= 0, got inf"),
+        (lambda: Empirical([0, 0]), "samples are all 0; a factor cannot be made of them"),
+        (lambda: Empirical("slow"), "samples must be numbers, got 'slow'"),
+        (lambda: Empirical([[1], [1, 2]]), "samples must be numbers"),
+        (lambda: Normal(-0.1), r"std must be finite and >= 0, got -0\.1"),
+        (lambda: Normal(math.nan), "std must be finite and >= 0, got nan"),
+        (lambda: Normal("1"), "std must be finite and >= 0, got '1'"),
+        (lambda: LogNormal(math.inf), "sigma must be finite and >= 0, got inf"),
+        (lambda: LogNormal(None), "sigma must be finite and >= 0, got None"),
+        (lambda: Failures(0, 1), "every must be a finite number .above 0., got 0"),
+        (lambda: Failures(-1, 1), "every must be a finite number .above 0., got -1"),
+        (lambda: Failures(math.inf, 1), "every must be a finite number .above 0., got inf"),
+        (lambda: Failures(1, -1), "pause must be a finite number .at least 0., got -1"),
+        (lambda: Failures(1, math.nan), "pause must be a finite number .at least 0., got nan"),
         (
             lambda: noise_of(task=0.1),
             r"task must be a distribution, such as Normal\(0\.02\), got 0",
         ),
-        (lambda: noise_of(task=ps.Normal), "task must be a distribution, .*got <class"),
+        (lambda: noise_of(task=Normal), "task must be a distribution, .*got <class"),
         (lambda: noise_of(task={"F": 2}), "F must be a distribution, .*got 2"),
         (lambda: noise_of(device="normal"), "device must be a distribution, .*got 'normal'"),
         (lambda: noise_of(message=1), "message must be a distribution, .*got 1"),
-        (lambda: noise_of(failures=100), r"failures must be a pipesim\.Failures, got 100"),
+        (
+            lambda: noise_of(failures=100),
+            r"must be a pipesim\.simulation\.Failures, got 100",
+        ),
         (lambda: noise_of(gpus_per_device=0), "gpus_per_device must be at least 1, got 0"),
         (lambda: noise_of(gpus_per_device=1.5), "gpus_per_device must be a whole number, got 1.5"),
         (lambda: noise_of(slow_devices={0: 0}), r"slow_devices\[0\] must be a factor > 0, got 0"),
@@ -503,7 +507,7 @@ def test_distributions_of_operations_are_named() -> None:
     with pytest.raises(ArgumentError, match="task F must be a distribution"):
         noise_of(task={"F": 3})
     with pytest.raises(UnknownNameError, match="task: unknown compute operation 3"):
-        noise_of(task={3: ps.Normal(0.1)})
+        noise_of(task={3: Normal(0.1)})
 
 
 def test_unknown_operation() -> None:
@@ -511,10 +515,10 @@ def test_unknown_operation() -> None:
     with pytest.raises(
         UnknownNameError, match=r"unknown compute operation 'STPE'; did you mean 'S"
     ):
-        noise_of(task={"STPE": ps.Normal(0.1)})
+        noise_of(task={"STPE": Normal(0.1)})
     names = "B, DISPATCH, F, I, R, REORDER, RESHARD, STEP, W"
     with pytest.raises(UnknownNameError, match=rf"'SEND_F'.*\(known: {names}\)"):
-        noise_of(task={"SEND_F": ps.Normal(0.1)})
+        noise_of(task={"SEND_F": Normal(0.1)})
 
 
 @pytest.mark.parametrize(
@@ -546,7 +550,7 @@ def test_slow_devices_that_do_not_exist(slow: dict[str, Any], message: str) -> N
             {"n": 2, "noise": None},
             r"noise must be a pipesim\.Noise, such as ps\.Noise\(task=.*None",
         ),
-        ({"n": 2, "noise": ps.Normal(0.1)}, r"noise must be a pipesim\.Noise, .*got Normal\(std"),
+        ({"n": 2, "noise": Normal(0.1)}, r"noise must be a pipesim\.Noise, .*got Normal\(std"),
         ({"n": 2, "costs": 1.0}, r"costs must be a pipesim\.Costs, got 1\.0"),
         ({"n": 2, "graph": ps.schedule("gpipe", 2, 2)}, "got Schedule; lower the schedule first"),
     ],

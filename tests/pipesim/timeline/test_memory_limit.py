@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pipesim as ps
+from pipesim.costs import TaskCosts, Workload
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -18,13 +19,14 @@ from pipesim.errors import (
     MemoryLimitWarning,
     TimelineError,
 )
+from pipesim.simulation import LogNormal
 
 #: 2 stages that always hold 10 and 20 bytes, and 3 and 5 a micro-batch in flight.
 COSTS = ps.Costs(1, 2, activation_bytes=(3, 5), parameter_bytes=(5, 10))
 #: GPipe holds both micro-batches at once: 10 + 2 * 3, and 20 + 2 * 5.
 PEAK = [16.0, 30.0]
 GRAPH = ps.lower(ps.schedule("gpipe", 2, 2))
-WORKLOAD = ps.Workload(tokens=8, flops=6, gpus_per_device=2, peak_flops=1, memory=30)
+WORKLOAD = Workload(tokens=8, flops=6, gpus_per_device=2, peak_flops=1, memory=30)
 
 
 def quiet(limit: Any, costs: ps.Costs = COSTS) -> ps.Timeline:
@@ -145,7 +147,7 @@ def test_nothing_is_known_without_bytes() -> None:
     """A limit that was asked for is refused; the GPU's own limits nothing."""
     with pytest.raises(CostsError, match="memory_limit is given, but the costs have no bytes"):
         ps.simulate(GRAPH, ps.Costs(1, 2, output_bytes=8), memory_limit=80e9)
-    tasks = ps.TaskCosts.of_tasks(COSTS.of(GRAPH).per_task().table)
+    tasks = TaskCosts.of_tasks(COSTS.of(GRAPH).per_task().table)
     with pytest.raises(CostsError, match="the costs have no bytes"):
         ps.simulate(GRAPH, tasks, memory_limit=80e9)
     timeline = quiet(None, ps.Costs(1, 2, workload=WORKLOAD))
@@ -176,7 +178,7 @@ def test_memory_of_the_gpu_is_the_default(tmp_path: Path) -> None:
 def test_scenarios_warn_once() -> None:
     """Not once a scenario."""
     costs = replace(COSTS, workload=replace(WORKLOAD, memory=29))
-    noise = ps.Noise(task=ps.LogNormal(0.1), seed=0)
+    noise = ps.Noise(task=LogNormal(0.1), seed=0)
     with pytest.warns(MemoryLimitWarning) as caught:
         ps.simulate_many(GRAPH, costs, noise, 8, progress=False)
     assert len(caught) == 1
@@ -243,13 +245,13 @@ def test_unknown_workload_and_peak() -> None:
             call()
     with pytest.raises(TimelineError, match="no workload"):
         timeline.mfu(peak_flops=1e12)
-    bare = ps.Workload(tokens=8, flops=6)
+    bare = Workload(tokens=8, flops=6)
     with pytest.raises(ArgumentError, match=r"has no peak_flops; give mfu\(peak_flops="):
         timeline.mfu(bare)
     for peak in (0, -1, float("nan"), float("inf"), "1e12"):
         with pytest.raises(ArgumentError, match="peak_flops must be finite FLOP/s above 0"):
             timeline.mfu(bare, peak_flops=peak)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"workload must be a pipesim\.Workload"):
+    with pytest.raises(ArgumentError, match=r"workload must be a pipesim\.costs\.Workload"):
         timeline.mfu({"tokens": 8, "flops": 6})  # type: ignore[arg-type]
 
 
@@ -292,7 +294,7 @@ def test_rounding_is_no_excess() -> None:
         forward=2 / 3, input_grad=2 / 3, weight_grad=0.5, activation_bytes=(1 << 30) / 3,
         weight_grad_bytes=(1 << 29) / 3,
     )  # fmt: skip
-    order = ps.order_by(ps.looped(8, 3), 16, costs, memory_limit=limit)
+    order = ps.order_by(ps.Placement.looped(8, 3), 16, costs, memory_limit=limit)
     timeline = ps.simulate(ps.lower(order), costs, memory_limit=limit)
     assert timeline.memory.peak.max() > limit
     assert timeline.memory.fits

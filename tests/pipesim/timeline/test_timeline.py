@@ -17,6 +17,7 @@ from strategies import cases
 
 import pipesim as ps
 from pipesim.errors import PipeError, TimelineError
+from pipesim.simulation import LogNormal
 from pipesim.timeline.timeline import COLUMNS
 from pipesim.utils.files import write_whole
 
@@ -293,7 +294,7 @@ def test_replicas_in_a_file(tmp_path: Path) -> None:
     """One more column for several replicas; loading joins their reductions again."""
     schedule = ps.schedule("1f1b", 2, 2)
     costs = ps.Costs(1, 2, parameter_bytes=4, network=ps.Network(bandwidth=1))
-    noise = ps.Noise(seed=0, task=ps.LogNormal(0.3), message=ps.LogNormal(0.3))
+    noise = ps.Noise(seed=0, task=LogNormal(0.3), message=LogNormal(0.3))
     path = tmp_path / "t.csv"
     alone = ps.simulate(ps.lower(schedule), costs)
     alone.save(path)

@@ -24,7 +24,7 @@ from pipesim.trace.chakra import NODE_TYPES, CollectiveType, NodeType
 
 def nodes(timeline: ps.Timeline, folder: Path) -> dict[int, Node]:
     """Write a timeline; return its nodes by id, after checks of their files."""
-    paths = ps.chakra.save(folder / "x", timeline)
+    paths = ps.trace.chakra.save(folder / "x", timeline)
     assert [path.name for path in paths] == [f"x.{d}.et" for d in range(timeline.n_devices)]
     by_id: dict[int, Node] = {}
     for device, path in enumerate(paths):
@@ -91,7 +91,7 @@ def test_by_hand(tmp_path: Path) -> None:
     """Two stages, one micro-batch, on the first device."""
     costs = ps.Costs(1e-3, 2e-3, output_bytes=5, network=ps.Network(0.5e-3))
     timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 1), step="none"), costs)
-    path, _ = ps.chakra.save(str(tmp_path / "x"), timeline)
+    path, _ = ps.trace.chakra.save(str(tmp_path / "x"), timeline)
     metadata, by_id = read_trace(path)
     assert metadata == {
         "version": "1.0.0", "schema": "1.0.2-chakra.1.0.0", "producer": "pipesim",
@@ -158,18 +158,18 @@ def test_files_of_another_timeline(tmp_path: Path) -> None:
     large, small = (
         ps.simulate(ps.lower(ps.schedule("1f1b", n, 2)), ps.Costs(1, 2)) for n in (3, 2)
     )
-    for module, name in ((ps.chakra, "x.2.et"), (ps.hta, "rank2.json")):
-        to = tmp_path / "x" if module is ps.chakra else tmp_path
+    for module, name in ((ps.trace.chakra, "x.2.et"), (ps.trace.hta, "rank2.json")):
+        to = tmp_path / "x" if module is ps.trace.chakra else tmp_path
         for _ in range(2):
             module.save(to, large)
         before = (tmp_path / name).read_bytes()
         with pytest.raises(ArgumentError, match=rf"has '{name}', of another timeline, which "):
             module.save(to, small)
         assert (tmp_path / name).read_bytes() == before
-    ps.chakra.save(tmp_path / "other", small)
+    ps.trace.chakra.save(tmp_path / "other", small)
     (tmp_path / "other.comm_groups.json").write_text("{}")
     with pytest.raises(ArgumentError, match=r"has 'other\.comm_groups\.json', of another"):
-        ps.chakra.save(tmp_path / "other", small)
+        ps.trace.chakra.save(tmp_path / "other", small)
 
 
 def test_every_operation_has_a_type() -> None:
@@ -193,7 +193,7 @@ def test_protobuf_reads_it(tmp_path: Path) -> None:
 
     from pipesim.trace.chakra import messages
 
-    path, *_ = ps.chakra.save(tmp_path / "x", timeline_of_kind("plain"))
+    path, *_ = ps.trace.chakra.save(tmp_path / "x", timeline_of_kind("plain"))
     data, place, count = path.read_bytes(), 0, 0
     kinds = [messages().metadata, *[messages().node] * len(timeline_of_kind("plain"))]
     while place < len(data):
@@ -218,7 +218,7 @@ def test_mistakes(
 ) -> None:
     timeline = timeline_of_kind(what) if isinstance(what, str) else what
     with pytest.raises(error, match=message):
-        ps.chakra.save(f"{tmp_path}/{prefix}", timeline)
+        ps.trace.chakra.save(f"{tmp_path}/{prefix}", timeline)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -226,7 +226,7 @@ def test_times_and_bytes_beyond_the_format(tmp_path: Path) -> None:
     graph = ps.lower(ps.schedule("gpipe", 2, 1))
     for costs, what in ((ps.Costs(1e20, 1), "us"), (ps.Costs(1, 1, output_bytes=1e20), "bytes")):
         with pytest.raises(TimelineError, match=rf"the .*{what}.* a Chakra trace has 64 bits"):
-            ps.chakra.save(tmp_path / "x", ps.simulate(graph, costs))
+            ps.trace.chakra.save(tmp_path / "x", ps.simulate(graph, costs))
 
 
 def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,4 +236,4 @@ def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("google.protobuf", "google.protobuf.descriptor_pb2"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ArgumentError, match=r"needs protobuf, .* pip install 'pipesim\[chakra\]'"):
-        ps.chakra.save(tmp_path / "x", timeline_of_kind("plain"))
+        ps.trace.chakra.save(tmp_path / "x", timeline_of_kind("plain"))

@@ -66,7 +66,7 @@ def test_split_backward_on_a_v(tmp_path: Path) -> None:
         "wgrad_chunk": [0, 1],
     }  # fmt: skip
     folder = save(tmp_path, rank, rank, vp_size=2)
-    table = ps.trace.read_primus(folder, placement=ps.v_shaped(2))
+    table = ps.trace.read_primus(folder, placement=ps.Placement.v_shaped(2))
     assert numbered(table, 0) == "0F0 3F0 3I0 0I0 0W0 3W0"
     del rank["wgrad_minibatch"]
     with pytest.raises(TimelineError, match="weight gradients of several chunks"):

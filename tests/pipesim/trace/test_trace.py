@@ -188,7 +188,7 @@ def test_events_that_are_not_read_back(options: dict[str, Any], tmp_path: Path) 
 
 def test_a_file_a_rank_for_hta(timeline: ps.Timeline, tmp_path: Path) -> None:
     """Its rank where HTA looks for it; kernels with stream, correlation and a launch each."""
-    paths = ps.hta.save(tmp_path / "hta", timeline)
+    paths = ps.trace.hta.save(tmp_path / "hta", timeline)
     assert [path.name for path in paths] == ["rank0.json", "rank1.json"]
     for rank, path in enumerate(paths):
         lines = [line for line in path.read_text().splitlines() if re.search(r'"rank":\s+\d', line)]
@@ -211,20 +211,20 @@ def test_a_file_a_rank_for_hta(timeline: ps.Timeline, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", [3, [3]])
 def test_hta_takes_one_timeline(what: Any, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="a trace is of a Timeline"):
-        ps.hta.save(tmp_path, what)
+        ps.trace.hta.save(tmp_path, what)
 
 
 def test_hta_needs_a_directory(timeline: ps.Timeline, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="cannot make the directory"):
-        ps.hta.save(tmp_path / "file", timeline)
+        ps.trace.hta.save(tmp_path / "file", timeline)
 
 
 @pytest.mark.hta
 def test_hta_reads_it(timeline: ps.Timeline, tmp_path: Path) -> None:
     """Its breakdown has the seconds of each rank that ours has."""
     analysis = pytest.importorskip("hta.trace_analysis")
-    ps.hta.save(tmp_path, timeline)
+    ps.trace.hta.save(tmp_path, timeline)
     breakdown = analysis.TraceAnalysis(trace_dir=str(tmp_path)).get_temporal_breakdown(
         visualize=False
     )

@@ -144,11 +144,11 @@ def test_capacity_is_a_memory_error() -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: ps.linear(10**13), r"a placement of 1e\+13 stages needs 1.2e\+06 GB"),
-        (lambda: ps.looped(10**6, 10**7), r"a placement of 1e\+13 stages"),
-        (lambda: ps.v_shaped(10**12), r"a placement of 2e\+12 stages"),
-        (lambda: ps.waves(10**6, 10**7), r"a placement of 2e\+13 stages"),
-        (lambda: ps.bidirectional(10**12), r"a placement of 2e\+12 stages"),
+        (lambda: ps.Placement.linear(10**13), r"a placement of 1e\+13 stages needs 1.2e\+06 GB"),
+        (lambda: ps.Placement.looped(10**6, 10**7), r"a placement of 1e\+13 stages"),
+        (lambda: ps.Placement.v_shaped(10**12), r"a placement of 2e\+12 stages"),
+        (lambda: ps.Placement.waves(10**6, 10**7), r"a placement of 2e\+13 stages"),
+        (lambda: ps.Placement.bidirectional(10**12), r"a placement of 2e\+12 stages"),
         (lambda: ps.Placement(range(10**13)), r"a placement of 1e\+13 stages"),
         (lambda: ps.Costs(1).per_stage("forward", 10**13), r"a placement of 1e\+13 stages"),
         (lambda: ps.Network(0, 1).all_reduce(1, range(10**13)), "all-reduce of 10,000,000,000,000"),
@@ -180,5 +180,5 @@ def test_orders_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chunks_of_many_devices() -> None:
     """Counted in one pass, not in one a device."""
-    assert ps.linear(50_000).n_chunks == 1
-    assert ps.bidirectional(4).n_chunks == ps.v_shaped(3).n_chunks == 2
+    assert ps.Placement.linear(50_000).n_chunks == 1
+    assert ps.Placement.bidirectional(4).n_chunks == ps.Placement.v_shaped(3).n_chunks == 2

@@ -11,6 +11,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
+from pipesim.simulation import Failures, LogNormal, Normal
 
 KINDS = [np.float32, np.float64, np.int64, Fraction, int]
 
@@ -42,7 +43,7 @@ def test_fields_are_plain_floats(kind: Any) -> None:
         seed=np.int64(1),
         slow_devices={0: kind(2)},
         slow_links={(0, 1): kind(2)},
-        failures=ps.Failures(kind(2), kind(2)),
+        failures=Failures(kind(2), kind(2)),
     )
     assert noise.failures is not None
     values = (
@@ -50,8 +51,8 @@ def test_fields_are_plain_floats(kind: Any) -> None:
         *noise.slow_links.values(),
         noise.failures.every,
         noise.failures.pause,
-        ps.Normal(kind(2)).std,
-        ps.LogNormal(kind(2)).sigma,
+        Normal(kind(2)).std,
+        LogNormal(kind(2)).sigma,
     )
     assert {(type(value), value) for value in values} == {(float, 2.0)}
 

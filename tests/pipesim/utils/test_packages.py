@@ -23,7 +23,7 @@ timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), costs)
 calls = {
     "frame": lambda: len(timeline.frame),
     "plot": lambda: timeline.plot().get_title(),
-    "optimize": lambda: ps.optimize(ps.linear(2), 3, costs, progress=False).makespan,
+    "optimize": lambda: ps.optimize(ps.Placement.linear(2), 3, costs, progress=False).makespan,
     "sweep": lambda: len(ps.sweep([{"schedule": "1f1b"}], progress=False, n_jobs=1, base={
         "n_devices": 2, "n_microbatches": 4, "costs": costs})),
 }

@@ -95,13 +95,13 @@ def random_costs(rng: np.random.Generator, n_stages: int, split: bool) -> ps.Cos
 
 
 CASES = {
-    "linear, any order": (ps.linear(2), 2, False, False),
-    "linear": (ps.linear(2), 3, False, True),
-    "linear split": (ps.linear(2), 2, True, True),
-    "three devices": (ps.linear(3), 3, False, True),
-    "v-shaped": (ps.v_shaped(2), 2, False, True),
-    "looped": (ps.looped(2, 2), 2, False, True),
-    "both directions": (ps.bidirectional(2), 2, False, False),
+    "linear, any order": (ps.Placement.linear(2), 2, False, False),
+    "linear": (ps.Placement.linear(2), 3, False, True),
+    "linear split": (ps.Placement.linear(2), 2, True, True),
+    "three devices": (ps.Placement.linear(3), 3, False, True),
+    "v-shaped": (ps.Placement.v_shaped(2), 2, False, True),
+    "looped": (ps.Placement.looped(2, 2), 2, False, True),
+    "both directions": (ps.Placement.bidirectional(2), 2, False, False),
 }
 
 
@@ -143,7 +143,7 @@ def test_no_order_is_faster(case: str) -> None:
                 )
                 assert bound <= best
                 ratios[objective].append(bound / best)
-    if placement == ps.linear(placement.n_devices):
+    if placement == ps.Placement.linear(placement.n_devices):
         for values in ratios.values():
             assert np.mean(values) >= 0.99
             assert np.mean(np.array(values) > 1 - 1e-9) >= 0.6

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import pipesim as ps
+from pipesim.simulation import LogNormal
 
 COSTS = ps.Costs(forward=1, backward=2, activation_bytes=4)
 
@@ -52,7 +53,7 @@ def test_rounding_is_no_gap() -> None:
 def test_unknown() -> None:
     """Without costs, with noise, after a run, and if tasks did not run, nothing is known."""
     timeline = run("1f1b")
-    noise = ps.Noise(task=ps.LogNormal(0.1), seed=0)
+    noise = ps.Noise(task=LogNormal(0.1), seed=0)
     ended = timeline.end.copy()
     ended[-1] = math.nan
     for other in (

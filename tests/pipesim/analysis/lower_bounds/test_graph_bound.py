@@ -52,8 +52,8 @@ def test_closed_forms() -> None:
     """GPipe and 1F1B take (m + p - 1) (f + b); ZB-H2 takes m (f + i + w) + (p - 1) f."""
     split = ps.Costs(forward=10, input_grad=12, weight_grad=8)
     for p, m in ((4, 8), (8, 32)):
-        assert ps.lower_bound(ps.linear(p), m, ps.Costs(1, 2)) == (m + p - 1) * 3
-        assert ps.lower_bound(ps.linear(p), m, split) == 30 * m + 10 * (p - 1)
+        assert ps.lower_bound(ps.Placement.linear(p), m, ps.Costs(1, 2)) == (m + p - 1) * 3
+        assert ps.lower_bound(ps.Placement.linear(p), m, split) == 30 * m + 10 * (p - 1)
 
 
 def test_best_known_orders_under_a_limit() -> None:
@@ -67,17 +67,17 @@ def test_best_known_orders_under_a_limit() -> None:
         network=ps.Network(latency=1),
     )
     for p, m, within_p, within_2p in ((4, 8, 294, 273), (8, 32, 1086, 1037)):
-        assert ps.lower_bound(ps.linear(p), m, costs, p) == within_p
-        assert ps.lower_bound(ps.linear(p), m, costs, 2 * p) == within_2p
+        assert ps.lower_bound(ps.Placement.linear(p), m, costs, p) == within_p
+        assert ps.lower_bound(ps.Placement.linear(p), m, costs, 2 * p) == within_2p
 
 
 def test_limits_of_each_device_count_parameters_and_reserve() -> None:
     """One micro-batch at a time on device 0 alone: (f + b) of both devices, m times."""
     costs = ps.Costs(1, 2, activation_bytes=4, parameter_bytes=3, memory_reserve=0.5)
     one = 1.5 * (2 * 3 + 4)
-    assert ps.lower_bound(ps.linear(2), 5, costs, [one, 1e9]) == 5 * 6
-    assert ps.lower_bound(ps.linear(2), 5, costs, [one + 5.9, 1e9]) == 5 * 6
-    assert ps.lower_bound(ps.linear(2), 5, costs, [one + 6, 1e9]) == 6 * 3
+    assert ps.lower_bound(ps.Placement.linear(2), 5, costs, [one, 1e9]) == 5 * 6
+    assert ps.lower_bound(ps.Placement.linear(2), 5, costs, [one + 5.9, 1e9]) == 5 * 6
+    assert ps.lower_bound(ps.Placement.linear(2), 5, costs, [one + 6, 1e9]) == 6 * 3
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_uneven_stages_under_a_limit(
 ) -> None:
     """The optimum, as CP-SAT proved it, for F and B, or F, I and W of each stage."""
     costs = uneven_costs(seconds, latency)
-    placement = ps.linear(len(seconds[0]))
+    placement = ps.Placement.linear(len(seconds[0]))
     assert ps.lower_bound(placement, m, costs, cap) == optimum
     assert 0.9 * optimum < ps.lower_bound(placement, m, costs, cap, search=False) <= optimum
 
@@ -102,10 +102,14 @@ def test_uneven_stages_under_a_limit(
 @pytest.mark.parametrize(
     ("placement", "seconds", "m", "limit", "latency", "without_search", "optimum"),
     [
-        (ps.v_shaped(2), ([8, 9, 11, 12], [8, 15, 14, 11], [10, 7, 7, 8]), 5, 4, 2, 332, 332),
-        (ps.looped(2, 2), ([15, 12, 15, 14], [9, 10, 13, 8], [10, 10, 10, 11]), 13, 4, 1, 945, 945),
-        (ps.looped(3, 2), ([13, 8, 10, 8, 11, 11], [24, 22, 21, 31, 22, 31]), 8, 4, 1, 837, 845),
-        (ps.v_shaped(3), ([12, 14, 13, 10, 14, 14], [14, 5, 9, 11, 7, 8], [11, 13, 10, 6, 11, 13]),
+        (ps.Placement.v_shaped(2), ([8, 9, 11, 12], [8, 15, 14, 11], [10, 7, 7, 8]),
+         5, 4, 2, 332, 332),
+        (ps.Placement.looped(2, 2), ([15, 12, 15, 14], [9, 10, 13, 8], [10, 10, 10, 11]),
+         13, 4, 1, 945, 945),
+        (ps.Placement.looped(3, 2), ([13, 8, 10, 8, 11, 11], [24, 22, 21, 31, 22, 31]),
+         8, 4, 1, 837, 845),
+        (ps.Placement.v_shaped(3),
+         ([12, 14, 13, 10, 14, 14], [14, 5, 9, 11, 7, 8], [11, 13, 10, 6, 11, 13]),
          7, 3, 0, 596, 623),
     ],
 )  # fmt: skip
@@ -132,7 +136,7 @@ def test_a_late_w_holds_its_own_bytes_alone() -> None:
         weight_grad_bytes=[1, 2, 1, 3],
         network=ps.Network(latency=2),
     )
-    order = ps.order_by(ps.v_shaped(2), 5, costs, memory_limit=10, split_backward=True)
+    order = ps.order_by(ps.Placement.v_shaped(2), 5, costs, memory_limit=10, split_backward=True)
     check((ps.lower(order), costs))
 
 
@@ -147,7 +151,7 @@ def test_recompute_of_some_micro_batches() -> None:
 def test_a_limit_counts_where_orders_are_not_counted() -> None:
     """Eight lanes on each device are too many to count orders; arcs of the limit still hold."""
     costs = ps.Costs(1, 2, activation_bytes=1)
-    place = ps.looped(2, 4)
+    place = ps.Placement.looped(2, 4)
     order = ps.order_by(place, 4, costs, memory_limit=4, split_backward=False)
     bound = ps.lower_bound(place, 4, costs, 4)
     assert ps.lower_bound(place, 4, costs) < bound
@@ -157,17 +161,17 @@ def test_a_limit_counts_where_orders_are_not_counted() -> None:
 def test_either_kind_of_backward() -> None:
     """With costs of both, the bound holds for orders with B and for those with I and W."""
     costs = ps.Costs(forward=3, backward=4, input_grad=3, weight_grad=3)
-    either = ps.lower_bound(ps.linear(3), 6, costs)
+    either = ps.lower_bound(ps.Placement.linear(3), 6, costs)
     for split in (False, True):
-        assert either <= ps.lower_bound(ps.linear(3), 6, costs, split_backward=split)
+        assert either <= ps.lower_bound(ps.Placement.linear(3), 6, costs, split_backward=split)
     least = ps.Costs(forward=3, input_grad=3, weight_grad=1)
-    assert either == ps.lower_bound(ps.linear(3), 6, least)
+    assert either == ps.lower_bound(ps.Placement.linear(3), 6, least)
 
 
 def test_bad_input() -> None:
     """Messages name the argument, the device and what it needs at least."""
     costs = ps.Costs(1, 2, activation_bytes=4, parameter_bytes=3, memory_reserve=0.5)
-    place = ps.linear(2)
+    place = ps.Placement.linear(2)
     with pytest.raises(ArgumentError, match=r"device 1 is 14.0 B .* needs 15.0 B .* at least 15"):
         ps.lower_bound(place, 2, costs, [15.1, 14])
     assert ps.lower_bound(place, 2, costs, 15) == 12
@@ -177,4 +181,4 @@ def test_bad_input() -> None:
     with pytest.raises(ArgumentError, match="unknown objective 'time'"):
         ps.lower_bound(place, 2, costs, objective="time")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="n_microbatches"):
-        ps.lower_bound(ps.bidirectional(2), 1, costs)
+        ps.lower_bound(ps.Placement.bidirectional(2), 1, costs)

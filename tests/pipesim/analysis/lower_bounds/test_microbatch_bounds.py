@@ -15,10 +15,10 @@ from pipesim.errors import CostsError
 from pipesim.timeline.rates import longest_span
 
 PLACEMENTS = {
-    "linear": ps.linear(3),
-    "v_shaped": ps.v_shaped(2),
-    "looped": ps.looped(2, 2),
-    "bidirectional": ps.bidirectional(2),
+    "linear": ps.Placement.linear(3),
+    "v_shaped": ps.Placement.v_shaped(2),
+    "looped": ps.Placement.looped(2, 2),
+    "bidirectional": ps.Placement.bidirectional(2),
 }
 LENGTHS = ps.Costs([[1, 2, 3]], [[1, 2, 3]])
 PRIORITIES = ("backward_first", "forward_first", "critical_path", "longest_first", "shortest_first")
@@ -27,12 +27,12 @@ PRIORITIES = ("backward_first", "forward_first", "critical_path", "longest_first
 def test_one_device_works_without_a_pause() -> None:
     """The bound is the sum of the seconds of all micro-batches, not of the least ones."""
     costs = ps.Costs([[1, 2, 6]], [[2, 3, 7]])
-    assert ps.lower_bound(ps.linear(1), 3, costs) == 21
+    assert ps.lower_bound(ps.Placement.linear(1), 3, costs) == 21
 
 
 def test_the_last_device_begins_after_the_shortest_head() -> None:
     """Device 1 works 12 s; the least F of stage 0 comes before, and the least B after that."""
-    assert ps.lower_bound(ps.linear(2), 3, LENGTHS) == 1 + 12 + 1
+    assert ps.lower_bound(ps.Placement.linear(2), 3, LENGTHS) == 1 + 12 + 1
     schedule = ps.schedule("1f1b", 2, 3)
     makespans = [
         ps.simulate(ps.lower(schedule.with_microbatch_order(order)), LENGTHS).makespan
@@ -43,14 +43,16 @@ def test_the_last_device_begins_after_the_shortest_head() -> None:
 
 def test_a_long_micro_batch_is_a_longest_path() -> None:
     costs = ps.Costs([[1, 1, 50]], [[1, 1, 50]])
-    assert ps.lower_bound(ps.linear(4), 3, costs) == 400
+    assert ps.lower_bound(ps.Placement.linear(4), 3, costs) == 400
 
 
 def test_memory_counts_with_the_least_bytes() -> None:
     """One micro-batch at a time if even the least two exceed the limit."""
     costs = ps.Costs([[1, 1, 1]], [[1, 1, 1]], activation_bytes=[[3, 4, 5]])
-    assert ps.lower_bound(ps.linear(3), 3, costs, 5) == 3 * 6
-    assert ps.lower_bound(ps.linear(3), 3, costs, 5) > ps.lower_bound(ps.linear(3), 3, costs, 9)
+    assert ps.lower_bound(ps.Placement.linear(3), 3, costs, 5) == 3 * 6
+    assert ps.lower_bound(ps.Placement.linear(3), 3, costs, 5) > ps.lower_bound(
+        ps.Placement.linear(3), 3, costs, 9
+    )
 
 
 @pytest.mark.slow
@@ -98,4 +100,4 @@ def test_timelines_have_a_gap() -> None:
 
 def test_another_number_of_micro_batches() -> None:
     with pytest.raises(CostsError, match=r"for 3 micro-batches, but the graph has 2; give 2"):
-        ps.lower_bound(ps.linear(2), 2, ps.Costs([[1, 2, 3]], 1))
+        ps.lower_bound(ps.Placement.linear(2), 2, ps.Costs([[1, 2, 3]], 1))

@@ -18,6 +18,7 @@ from timeline_page import TimelinePage, open_timeline
 
 import pipesim as ps
 from pipesim.plot.style import PALETTE
+from pipesim.simulation import LogNormal
 
 COSTS = ps.Costs(
     forward=1e-3, backward=2.1e-3, output_bytes=4e6, activation_bytes=2e8, parameter_bytes=1e9,
@@ -25,7 +26,7 @@ COSTS = ps.Costs(
 )  # fmt: skip
 GRAPH = ps.lower(ps.schedule("1f1b", 4, 8))
 TIMELINE = ps.simulate(GRAPH, COSTS)
-MEASURED = ps.simulate(GRAPH, COSTS, noise=ps.Noise(task=ps.LogNormal(0.1), seed=1))
+MEASURED = ps.simulate(GRAPH, COSTS, noise=ps.Noise(task=LogNormal(0.1), seed=1))
 
 
 def text_of(page: TimelinePage, selector: str) -> str:
