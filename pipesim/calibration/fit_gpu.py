@@ -335,7 +335,8 @@ def fit_gpu(
     predictions = step_predictions(steps)
     blocking = any(step.blocks for step in predictions)
     chosen = chosen_constants(constants, gpu, network, blocking=blocking)
-    number = configurations(predictions, chosen.gpu, chosen.start_network)
+    start_network = partial(chosen.fitted_network, *chosen.factors)
+    number = configurations(predictions, chosen.gpu, start_network)
     count = 1 + int(number.max())
     if count < len(chosen.names):
         raise ArgumentError(
@@ -501,10 +502,6 @@ class Constants:
     gpu: GPU
     network: Network | str | None
     factors: tuple[float, float] = (1.0, 1.0)
-
-    def start_network(self, gpus_per_device: int) -> Network | None:
-        """Return `fitted_network` with the start of both factors."""
-        return self.fitted_network(*self.factors, gpus_per_device)
 
     @property
     def starts(self) -> Floats:

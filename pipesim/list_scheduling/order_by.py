@@ -217,7 +217,14 @@ Priority = Callable[[Action, float], Any]
 def action_ranks(priority: object, problem: Problem, ops: Sequence[Op]) -> Ranks:
     """Return the ranks of all actions by a name of `PRIORITIES`, or a user's `Priority`."""
     if callable(priority):
-        _check_takes_two(priority)
+        try:
+            inspect.signature(priority).bind(Action(0, Op.F, 0), 0.0)
+        except TypeError as error:
+            raise ArgumentError(
+                f"priority must be a function of (action, ready), got {priority!r}: {error}"
+            ) from error
+        except ValueError:  # some functions in C have no signature: their call shows what they take
+            pass
         scores = cast(Floats, _UserScores(priority, problem, ops))
         return Ranks(scores, np.zeros(len(problem.lane), int), by_arrival=True)
     return PRIORITIES[check_name("priority", priority, PRIORITIES)](problem)
@@ -286,17 +293,6 @@ PRIORITIES: dict[str, Callable[[Problem], Ranks]] = {
     "longest_first": _by_phase(BACKWARD, FORWARD, WEIGHT),
     "shortest_first": _by_phase(BACKWARD, FORWARD, WEIGHT),
 }
-
-
-def _check_takes_two(priority: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(priority).bind(Action(0, Op.F, 0), 0.0)
-    except TypeError as error:
-        raise ArgumentError(
-            f"priority must be a function of (action, ready), got {priority!r}: {error}"
-        ) from error
-    except ValueError:  # some functions in C have no signature: their call shows what they take
-        return
 
 
 class _UserScores:

@@ -479,14 +479,21 @@ _PERMUTATION_SHARE = 0.64
 
 def expert_kernels(sizes: KernelSizes) -> LayerSegments:
     """Return the kernels of a layer's second half, from its norm to the sum with the residual."""
-    router, maps = _router(sizes), shared_matrices(sizes.shard)
+    shard, model = sizes.shard, sizes.shard.model
+    router, maps = _router(sizes), shared_matrices(shard)
     shared = _mlp(sizes, maps, "shared ") if maps else OperationKernels((), (), ())
     before = OperationKernels(
         router.forward + shared.forward,
         shared.input_grad + router.input_grad,
         shared.weight_grad + router.weight_grad,
     )
-    return LayerSegments(before, _experts(sizes), _combination(sizes, has_shared=bool(maps)))
+    # The sum over the experts of a token, and that with the shared experts.
+    width = model.bytes_per_activation * model.hidden_size * shard.expert_tokens
+    nbytes = width * (1 + model.experts_per_token)
+    unpermutation = Kernel("unpermutation", nbytes=nbytes, share=_PERMUTATION_SHARE)
+    added = (Kernel("shared sum", nbytes=3 * width),) if maps else ()
+    after = OperationKernels((unpermutation, *added), (unpermutation,), ())
+    return LayerSegments(before, _experts(sizes), after)
 
 
 def _router(sizes: KernelSizes) -> OperationKernels:
@@ -539,16 +546,6 @@ def _experts(sizes: KernelSizes) -> OperationKernels:
             *sizes.grouped_weight_grad("experts up", up, tokens, n),
         ),
     )
-
-
-def _combination(sizes: KernelSizes, *, has_shared: bool) -> OperationKernels:
-    """Return the sum over the experts of a token, and that with the shared experts."""
-    shard, model = sizes.shard, sizes.shard.model
-    width = model.bytes_per_activation * model.hidden_size * shard.expert_tokens
-    nbytes = width * (1 + model.experts_per_token)
-    unpermutation = Kernel("unpermutation", nbytes=nbytes, share=_PERMUTATION_SHARE)
-    added = (Kernel("shared sum", nbytes=3 * width),) if has_shared else ()
-    return OperationKernels((unpermutation, *added), (unpermutation,), ())
 
 
 #: Operation of each field of `OperationKernels`.

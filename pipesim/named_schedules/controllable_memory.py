@@ -27,7 +27,6 @@ from pipesim.list_scheduling.limits import checked_costs
 from pipesim.list_scheduling.problem import (
     FORWARD,
     WEIGHT,
-    Problem,
     action_columns,
     make_problem,
     with_equal_lengths,
@@ -79,13 +78,6 @@ def _v_half_block(p: int) -> _BuildingBlock:
     return _BuildingBlock(forward, [*(6 * p - 2 + gap - s for s in down), *backward])
 
 
-def _block_ranks(block: _BuildingBlock, problem: Problem) -> Ranks:
-    """Return a priority: F and I at the times of the repeated block, W after all others."""
-    phase, stage, microbatch = action_columns(problem)
-    start = np.where(phase == FORWARD, *(np.array(starts)[stage] for starts in block))
-    return Ranks((phase == WEIGHT).astype(float), start + _INTERVAL * microbatch, by_arrival=False)
-
-
 def _block_schedule(
     name: str, n_microbatches: int, block: _BuildingBlock, most: int, costs: Costs | None
 ) -> Schedule:
@@ -101,7 +93,12 @@ def _block_schedule(
     equal_costs = with_equal_microbatches(checked_costs(costs), n_microbatches)
     counted = replace(equal_costs, activation_bytes=1.0, weight_grad_bytes=1.0)
     problem = make_problem(placement, n_microbatches, counted, True, 2 * most, None)
-    ranks, equal = _block_ranks(block, problem), with_equal_lengths(problem)
+    equal = with_equal_lengths(problem)
+    # F and I at the times of the repeated block, W after all others.
+    phase, stage, microbatch = action_columns(problem)
+    start = np.where(phase == FORWARD, *(np.array(starts)[stage] for starts in block))
+    start = start + _INTERVAL * microbatch
+    ranks = Ranks((phase == WEIGHT).astype(float), start, by_arrival=False)
     if costs is None:
         limited = equal._replace(in_flight=np.array(in_flight, float))
         return scheduled(limited, list_orders(limited, ranks), placement, name)

@@ -189,7 +189,9 @@ def plan(
     )  # fmt: skip
     problem = replace(problem, measured_size=space.measured_size(problem))
     filters = checked_filters(where)
-    share = checked_percentile(percentile)
+    share = number(percentile)
+    if share is None or not 0 < share <= 100:
+        raise ArgumentError(f"percentile must be above 0 and at most 100, got {percentile!r:.60}")
     check_count("n_best", n_best)
     if noise is not None:
         advice = "give such as pipesim.Noise(task=pipesim.simulation.LogNormal(0.02))"
@@ -281,14 +283,6 @@ def checked_problem(
         layout=check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
         memory_reserve=reserve, is_even=is_even, parallel=parallel,
     )  # fmt: skip
-
-
-def checked_percentile(value: object) -> float:
-    """Return a percentile above 0 and at most 100."""
-    share = number(value)
-    if share is None or not 0 < share <= 100:
-        raise ArgumentError(f"percentile must be above 0 and at most 100, got {value!r:.60}")
-    return share
 
 
 def checked_workers(n_jobs: object, backend: object) -> Workers:

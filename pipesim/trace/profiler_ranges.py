@@ -152,10 +152,6 @@ class Trace:
     kernels: dict[object, Kernels] = field(default_factory=lambda: defaultdict(list))
     launches: list[tuple[float, object, object]] = field(default_factory=list)
 
-    def correlations(self) -> set[object]:
-        """Return the correlations of the launches that have kernels."""
-        return {correlation for _, _, correlation in self.launches if correlation in self.kernels}
-
     def backward_start(self, whole: Range) -> tuple[float, float] | None:
         """Return when a call of a forward and a backward ends the one and starts the other (s).
 

@@ -40,7 +40,9 @@ def read_traces(path: Path, content: Mapping[str, Any], reader: RangeReader) -> 
     if len(processes) < 2:
         return [whole]
     traces = [read_trace(path, content, reader, process) for process in processes]
-    launches = Counter(x for trace in traces for x in trace.correlations())
+    launches = Counter(
+        x for trace in traces for x in {x for _, _, x in trace.launches if x in trace.kernels}
+    )
     for correlation, count in launches.items():
         if count > 1:
             raise TimelineError(
