@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -21,7 +22,6 @@ from public_names import public_values
 
 import pipeexec as px
 import pipeexec.cli
-import pipesim as ps
 import pipesim.cli
 from pipesim.utils.accessors import OwnerMethod, Subject
 
@@ -70,7 +70,7 @@ def test_complete() -> None:
 def callable_of(name: str) -> Any:
     """Return the callable of a name."""
     package, *path, last = name.split(".")
-    owner = functools.reduce(getattr, path, {"ps": ps, "px": px}[package])
+    owner = pkgutil.resolve_name(".".join([{"ps": "pipesim", "px": "pipeexec"}[package], *path]))
     value = getattr(owner, last)
     if isinstance(value, type) and issubclass(value, Subject):
         owner, last, value = value, "__call__", value.__call__
