@@ -160,7 +160,7 @@ def test_blocks_of_split_models(way: Any, backend: Backend) -> None:
     graph = lowered("1f1b", 2, 2, n_replicas=2)
     with pipeline(stages, graph, logits_loss, timeout=None) as subject:  # compiles in the step
         result = subject.step(WORDS, WORDS)
-        assert backend.n_runs >= 2 * 2 * 2
+        assert backend.n_runs >= {"modules": 8, "graph": 5}[way] * 2 * 2  # compiled modules
         assert set(subject.state_dict()) == set(whole.state_dict())
     loss = logits_loss(whole(WORDS), WORDS)
     loss.backward()

@@ -147,6 +147,7 @@ def test_lengths_of_another_number_of_microbatches() -> None:
         ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), costs)
 
 
+@pytest.mark.slow
 def test_changes_of_unequal_micro_batches_keep_whole_sequences() -> None:
     """One sequence cannot be divided."""
     costs = MODEL.costs([2, 2], lengths=[512, 256] * 2, **FUSED)

@@ -191,6 +191,7 @@ def test_what_does_not_fit_on_one_replica_may_fit_on_several() -> None:
     assert "pipesim.lower" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_limit_moves_layers_to_devices_with_fewer_microbatches() -> None:
     """Of 1F1B, the first device holds as many micro-batches as there are devices, the last one."""
     schedule = ps.schedule("1f1b", 4, 8)
@@ -357,6 +358,7 @@ def test_a_search_in_vain_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 64 <= len(simulated) < 80
 
 
+@pytest.mark.slow
 def test_a_transformer_for_a_schedule() -> None:
     """As `Costs.transformer`, as settings of the workload give again, and faster than even."""
     sizes = LARGE_HEAD | {"n_layers": 12}
@@ -375,6 +377,7 @@ def test_a_transformer_for_a_schedule() -> None:
         ps.Costs.transformer("even", placement=schedule, hidden_size=64, **RATE)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_gpu_is_a_limit_if_it_can_be_kept() -> None:
     """Given as `memory_limit`, it must be kept."""
     sizes = {"n_layers": 9, "vocabulary_size": 64, "sequence_length": 512}
@@ -413,6 +416,7 @@ LAUNCHED: dict[str, Any] = {
 SLOW_HOST = {"flops": 2e14, "bandwidth": 1.5e12, "launch": 5e-5}
 
 
+@pytest.mark.slow
 def test_the_search_keeps_splits_whose_launches_hide_behind_kernels() -> None:
     """The host launches a layer of the last stage while the GPU computes the head."""
     model, schedule = ps.Transformer(**LAUNCHED), ps.schedule("gpipe", 4, 8)

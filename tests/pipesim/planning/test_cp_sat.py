@@ -206,6 +206,7 @@ def test_missing_ortools_widens_the_gap(monkeypatch):
     assert len(caught) == 1
 
 
+@pytest.mark.slow
 def test_equal_work_has_equal_results():
     """On a problem that takes longer."""
     problem = order_problem(ps.Placement.linear(5), 8, random_costs(1, 5, split=True, whole=True))

@@ -54,6 +54,7 @@ def values(placement, m, split, costs):
     return {"makespan": makespan, "span": span}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("whole", [True, False])
 def test_bound_and_order_are_those_of_brute_force(case, whole):

@@ -169,22 +169,24 @@ def test_shares_are_of_what_is_left():
     assert Effort(10.0, 100, 0, began).after(0.1) == 0.1
 
 
+@pytest.mark.slow
 def test_a_period_is_searched_where_the_limit_makes_the_bound(monkeypatch):
     """Each micro-batch takes more than the busiest device's seconds; the period is no optimum."""
     placement, left = ps.Placement.v_shaped(4), []
-    improve = optimize_search.OrderSearch._improve
 
     def noted(search, share):
         left.append((int(search.problem.count[0]), search.is_done))
-        improve(search, share)
+        raise InterruptedError
 
     monkeypatch.setattr(optimize_search.OrderSearch, "_improve", noted)
-    ps.optimize(placement, 300, uneven(placement, True, 1), 3, evaluations=50, progress=False)
+    with pytest.raises(InterruptedError):  # the rest takes long
+        ps.optimize(placement, 300, uneven(placement, True, 1), 3, evaluations=50, progress=False)
     part, is_done = left[0]
     assert part < 300
     assert not is_done
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_period_is_searched_keeps_it(monkeypatch):
     """The period of the orders so far is repeated, before the search ends."""
     placement, values = ps.Placement.looped(4, 2), []

@@ -40,6 +40,7 @@ def test_it_finds_the_best_of_all_orders(limit: float | None) -> None:
     assert order.proved == (order.makespan == order.lower_bound)
 
 
+@pytest.mark.slow
 def test_it_beats_named_schedules_in_their_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without CP-SAT and without periods, which take micro-batches to be identical."""
 

@@ -60,6 +60,7 @@ def problem_of(name: str, layout: Any) -> PlanProblem:
     return PlanProblem(model, cluster, 16, layout=layout)
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(["shared", "dgx", "mixed"]),
@@ -103,6 +104,7 @@ def test_collectives_hold_the_links_of_all_replicas(layout: Any) -> None:
         assert step == ps.simulate(graph, costs).makespan
 
 
+@pytest.mark.slow
 def test_pruning_loses_neither_the_best_nor_the_front() -> None:
     """The best and the front are those of an evaluation of all configurations."""
     cluster = ps.Cluster("dgx_h100", n_gpus=8, memory=0.6e9)
@@ -125,6 +127,7 @@ def test_pruning_loses_neither_the_best_nor_the_front() -> None:
     assert plans.best.timeline.makespan == plans.best.step
 
 
+@pytest.mark.slow
 def test_processes_find_the_same() -> None:
     """Threads and processes rank as this process does."""
     options: dict[str, Any] = {
@@ -234,6 +237,7 @@ def test_layers_without_bytes() -> None:
     assert plans.best.timeline.memory.fits is None
 
 
+@pytest.mark.slow
 def test_noise_ranks_by_percentile() -> None:
     """With noise the best are ranked by a percentile of noisy steps."""
     noise = ps.Noise(task=LogNormal(0.3), seed=1)

@@ -146,6 +146,7 @@ def choices(name: str) -> list[PlanChoice]:
     )[0]
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(list(PROBLEMS)),
@@ -174,6 +175,7 @@ def test_bounds_hold(name: str, layout: Any, seed: int) -> None:
     assert (bounds.memory <= held[devices].min(axis=0)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_bounds_do_not_depend_on_earlier_ones(name: str) -> None:
     """An evaluator with bounds in its caches returns those of a new one."""
@@ -204,6 +206,7 @@ def test_bounds_are_sharp_where_nothing_waits() -> None:
     assert plans.table["gap"].max() < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "least_pruned"), [(DENSE, 0), (EXPERTS, 1)])
 def test_the_best_is_the_best_of_all_by_hand(model: ps.Transformer, least_pruned: int) -> None:
     """No configuration of the space, simulated on its own, takes less time and fits."""
@@ -234,6 +237,7 @@ def test_the_best_is_the_best_of_all_by_hand(model: ps.Transformer, least_pruned
     assert plans.best.step == min(steps)
 
 
+@pytest.mark.slow
 def test_defaults() -> None:
     """Experts are divided by default; nothing else of the new parameters is tried unless listed."""
     options: dict[str, Any] = {
@@ -290,6 +294,7 @@ def test_impossible_combinations_have_reasons(
     assert text in str(caught.value)
 
 
+@pytest.mark.slow
 def test_reasons_stand_beside_what_is_possible() -> None:
     """Values that suit some configurations are ruled out for the others, once for each reason."""
     plans = ps.plan(

@@ -59,6 +59,7 @@ def batch_of(choice: PlanChoice) -> int:
     return choice.microbatch_size * choice.n_microbatches * choice.data_parallel
 
 
+@pytest.mark.slow
 def test_every_choice_of_megatron() -> None:
     """Flags are read as the choice that they were written for."""
     count = 0
@@ -87,6 +88,7 @@ def test_offload_of_megatron() -> None:
         ps.read_megatron(fewer, n_layers=8, n_gpus=8)
 
 
+@pytest.mark.slow
 def test_every_choice_of_torchtitan() -> None:
     """Replicas that share the optimizer alone share the parameters of a step there."""
     count = 0

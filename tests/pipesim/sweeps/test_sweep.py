@@ -86,6 +86,7 @@ def runs(log: Path) -> list[int]:
 # The table.
 
 
+@pytest.mark.slow
 def test_a_grid_is_every_combination_in_order() -> None:
     """The last key varies fastest; each row equals a simulation of it, in any worker."""
     grid = {
