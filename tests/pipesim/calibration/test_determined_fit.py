@@ -62,6 +62,7 @@ def test_rows_without_noise_give_back_the_constants() -> None:
     assert result.together == {}
 
 
+@pytest.mark.slow
 def test_standard_errors_are_those_of_repeated_measurements() -> None:
     results = [fitted(sums, measured(0.03, seed), 3) for seed in range(30)]
     spread = np.std([result.x for result in results], axis=0)

@@ -104,6 +104,7 @@ def test_errors_of_fitted_and_left_out_rows(fitted: Calibration) -> None:
     assert "8 rows" in repr(fitted)
 
 
+@pytest.mark.slow
 def test_a_constant_without_effect_stays_what_it_was() -> None:
     """No message blocks where there is no pipeline: the 0 of the GPU stays."""
     gpu = replace(TRUTH, synchronization=0.0, flops=2.7e14, launch=6e-6)
@@ -134,6 +135,7 @@ def test_the_rate_of_fused_attention() -> None:
     assert alone.gpu.attention_ratio == 0.6
 
 
+@pytest.mark.slow
 def test_constants_by_default_are_those_that_can_have_an_effect(rows: list[dict[str, Any]]) -> None:
     some = [{**row, "overlap": True} for row in rows if row["tensor_parallel"] == 1]
     fitted = ps.GPU.fit(some[:4], gpu=replace(TRUTH, flops=2e14))
@@ -392,6 +394,7 @@ def test_rows_with_context_parallelism() -> None:
     assert fitted.rows["predicted"].iloc[0] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_repeated_rows_say_nothing_new() -> None:
     """Each configuration is fitted once, and left out with all of its rows."""
     once = few()

@@ -244,6 +244,7 @@ def test_help_is_short_and_complete(command: str, capsys: pytest.CaptureFixture[
     assert "did you mean 'options'?" in fail(capsys, command, "--help", "option")
 
 
+@pytest.mark.slow
 def test_bash_completes_the_command() -> None:
     """Options, values that an annotation lists, and groups of the help."""
     script = """
@@ -507,6 +508,7 @@ def test_long_errors_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
 PLAN = ["plan", "llama3_8b", "--cluster", "dgx_h100", "--gpus", "8", "--global-batch", "8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "place"),
     [
@@ -563,6 +565,7 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_the_process_with_2() -> None:
     command = [sys.executable, "-m", "pipesim", "simulate", "1f1c", *BASE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -572,6 +575,7 @@ def test_a_mistake_ends_the_process_with_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_help_loads_little() -> None:
     """What makes it slow stays out: it answers before it has loaded what only the work needs."""
     child = process(

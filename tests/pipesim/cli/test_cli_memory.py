@@ -31,6 +31,7 @@ def test_a_limit_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(out)[:5] + rows(out)[6:] == rows(plain)
 
 
+@pytest.mark.slow
 def test_a_limit_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """Each device that needs too much, and changes that fit, fastest first.
 
@@ -128,6 +129,7 @@ def test_bytes_as_text(text: str, nbytes: float | None) -> None:
     assert parse_bytes(text) == nbytes
 
 
+@pytest.mark.slow
 def test_html_of_a_timeline() -> None:
     """The line below the figure has what is known."""
     work = Workload(tokens=8, flops=6, peak_flops=1, memory=30)

@@ -47,6 +47,7 @@ def test_the_best_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[0] for row in rows("\n".join(printed))[1:]] == ["rank", "0", "1"]
 
 
+@pytest.mark.slow
 def test_sharing_offload_and_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Options and settings of a file are the parameters of Python."""
     values: dict[str, list[Any]] = {
@@ -123,6 +124,7 @@ def test_progress_is_shown_on_a_terminal(
     assert " configurations: " in out.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All configurations, and their picture."""
     succeed(capsys, *PLAN, "--csv", tmp_path / "a.csv", "--plot", tmp_path / "a.png")

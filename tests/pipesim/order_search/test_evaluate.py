@@ -81,6 +81,7 @@ def test_times_and_bytes_are_those_of_simulate(case):
         np.concatenate(schedule.placement.paths)))  # fmt: skip
 
 
+@pytest.mark.slow
 @given(relabelled_orders(), st.floats(0.5, 1.5))
 def test_limit_is_that_of_simulate(case, share):
     """`keeps_limit` says what `Timeline.memory.fits` says, also for a peak of exactly the limit."""

@@ -433,6 +433,7 @@ def test_timelines_and_comparisons_show_a_figure_without_leaving_one_open() -> N
     assert f"of {len(stopped)} tasks ran" in stopped._repr_html_()
 
 
+@pytest.mark.slow
 def test_names_cannot_break_out_of_html() -> None:
     evil = '"><script>alert(1)</script>'
     timeline = simulated(n=2, m=2).with_name(evil)
@@ -443,6 +444,7 @@ def test_names_cannot_break_out_of_html() -> None:
         assert "<script>" not in what._repr_html_()
 
 
+@pytest.mark.slow
 def test_importing_plot_loads_no_matplotlib() -> None:
     code = "import pipesim.plot, sys; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -181,6 +181,7 @@ def repeated(path: Path, n: int, **values: Any) -> None:
     path.write_bytes(data.replace(arrow_tables._NO_DIGEST.encode(), digest.encode()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "values"), [(200_000, {}), (2000, {"op": "F" * 100_000})])
 def test_few_bytes_that_are_many(
     n: int, values: dict[str, Any], path: Path, monkeypatch: pytest.MonkeyPatch
@@ -273,6 +274,7 @@ def test_a_name_in_capitals(tmp_path: Path) -> None:
     assert same(timeline, ps.Timeline.load(str(tmp_path / "X.PARQUET")))
 
 
+@pytest.mark.slow
 def test_csv_needs_no_pyarrow(tmp_path: Path) -> None:
     """Unless pandas itself loads it."""
     code = f"""

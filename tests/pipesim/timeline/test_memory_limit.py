@@ -49,6 +49,7 @@ def test_a_limit_may_be_reached(limit: Any) -> None:
     assert timeline.with_name("other").memory.fits is True
 
 
+@pytest.mark.slow
 def test_one_byte_too_much() -> None:
     """The warning has device, bytes, and the F that allocates the last of them."""
     text = (

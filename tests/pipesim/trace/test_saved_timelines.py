@@ -45,6 +45,7 @@ def test_round_trip(
     assert same(timeline, ps.Timeline.from_chrome(path))
 
 
+@pytest.mark.slow
 def test_several_timelines(tmp_path: Path) -> None:
     path = tmp_path / "both.json"
     ps.trace.save(path, {"a": timeline_of_kind("plain"), "b": timeline_of_kind("experts")})

@@ -124,6 +124,7 @@ def test_modules_and_devices(make: Callable[[Any], object], message: str) -> Non
         make(pipeexec)
 
 
+@pytest.mark.slow
 def test_a_module_on_a_device_without_memory_of_this_machine() -> None:
     """Nothing is allocated."""
     import torch

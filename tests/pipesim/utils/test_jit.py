@@ -341,6 +341,7 @@ def test_names() -> None:
     assert (total.__name__, total.__doc__) == ("total", "Twice the sum from ``first`` on.")
 
 
+@pytest.mark.slow
 def test_small_steps_do_not_load_numba() -> None:
     """Which takes longer than they do."""
     code = (

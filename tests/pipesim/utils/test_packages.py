@@ -75,6 +75,7 @@ def _imports_of_functions(path: Path) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_functions_import_long_packages_from_one_place() -> None:
     """Names that `pipesim.utils.packages` has are imported from there."""
     modules = {module for module, _ in packages._MODULES.values()}

@@ -142,6 +142,7 @@ def test_names_are_text(open_page: Pages, tmp_path: Path) -> None:
     assert page.locator("img").get_attribute("alt").startswith(HOSTILE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("item", [TIMELINE, COMPARISON], ids=["timeline", "comparison"])
 def test_mimebundle(item: ps.Timeline | ps.Comparison) -> None:
     """LaTeX and PDF by nbconvert take the PNG, as there is neither LaTeX, PDF nor SVG."""

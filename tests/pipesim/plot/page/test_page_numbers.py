@@ -115,6 +115,7 @@ def check_memory(timeline: ps.Timeline, devices: list[dict[str, Any]]) -> None:
         assert held["peak"] == pytest.approx(timeline.memory.peak[device])
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_pages_simulate_as_pipesim(
@@ -134,6 +135,7 @@ def test_pages_simulate_as_pipesim(
         assert answer["simulated"]["reason"] == waits.reason.tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), case=cases())
 def test_pages_of_other_times(

@@ -18,6 +18,7 @@ COSTS = ps.Costs(
 NOISE = ps.Noise(task=LogNormal(0.05), seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "limit"), [((8, 22), 60_000), ((16, 1080), 600_000)])
 def test_sizes(tmp_path: Path, shape: tuple[int, int], limit: int) -> None:
     """Pages of 1,000 and 100,000 tasks, all of whose durations differ, are small."""
