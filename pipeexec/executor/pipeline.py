@@ -630,12 +630,17 @@ def _check_timeout(timeout: float | None) -> None:
 
 
 def _check_graph(graph: TaskGraph) -> None:
-    """Raise unless a graph is a valid `TaskGraph`."""
+    """Raise unless a graph is a valid `TaskGraph` without skips."""
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
         )
     verify(graph)
+    if graph.skips:
+        raise ArgumentError(
+            f"graph {graph.name!r} has skip connections {list(graph.skips)}, which "
+            "pipeexec.Pipeline does not run; pipeexec.GPipe does, or lower without skips"
+        )
 
 
 def _as_text(homes: list[list[int]]) -> str:

@@ -88,11 +88,6 @@ def _check_runnable(graph: TaskGraph, handlers: Mapping[Op, Handler]) -> None:
         raise ArgumentError(
             f"{task} cannot be run: {task.op} is simulated, not run; lower without it"
         )
-    if graph.skips:
-        raise ArgumentError(
-            f"graph {graph.name!r} has skip connections {list(graph.skips)}, which "
-            "pipeexec.Pipeline does not run; pipeexec.GPipe does, or lower without skips"
-        )
 
 
 def _check_links(graph: TaskGraph, devices: Sequence[Device]) -> None:

@@ -270,8 +270,8 @@ class Step:
         self,
         graph: TaskGraph,
         devices: Sequence[Device],
-        inputs: StepInputs,
-        gradients: StepGradients,
+        inputs: StepInputs | None = None,
+        gradients: StepGradients | None = None,
         *,
         timeout: float | None = None,
         processes: Processes | None = None,
@@ -280,7 +280,7 @@ class Step:
         parts: Sequence[StepPart] = (),
     ) -> None:
         self.graph, self.devices = graph, devices
-        self.inputs, self.gradients = inputs, gradients
+        self._inputs, self._gradients = inputs, gradients
         self.events = StepEvents(graph, devices)
         self.processes, self.hosts, self.frees = processes, hosts, frees
         self.parts, self.state = parts, dict[StepPart, Any]()
@@ -299,9 +299,21 @@ class Step:
         self._drain: RunningTimer | None = None  # for tasks of an interrupted step to end
 
     @property
+    def inputs(self) -> StepInputs:
+        """The inputs of the step."""
+        assert self._inputs is not None
+        return self._inputs
+
+    @property
+    def gradients(self) -> StepGradients:
+        """The gradients of the step."""
+        assert self._gradients is not None
+        return self._gradients
+
+    @property
     def number(self) -> int:
-        """Number of the step."""
-        return self.inputs.number
+        """Number of the step; 0 without inputs."""
+        return 0 if self._inputs is None else self._inputs.number
 
     def walk(self, tasks: Sequence[PlannedTask]) -> None:
         """Issue every task, then wait for the devices."""
@@ -340,11 +352,9 @@ class Step:
         start_events, end_events = events.start_events, events.end_events
         issued, zero, frees = events.issued, events.zero, self.frees
         for task in tasks:
-            stream = task.stream
-            for needed in task.waits:
-                stream.wait_event(end_events[needed])  # type: ignore[arg-type]  # issued before
+            stream, waits = task.stream, [end_events[needed] for needed in task.waits]
             for needed in frees.get(task.id, ()):
-                stream.wait_event(end_events[needed])  # type: ignore[arg-type]  # likewise
+                waits.append(end_events[needed])
                 self.results[needed] = None
             if task.sync is not None:
                 for milestone in task.sync.milestones:
@@ -353,16 +363,17 @@ class Step:
                     events.milestones[task.id, bucket] = stream.event_inside()
             issued[task.id] = perf_counter() - zero
             if task.remote is not None:
-                self._submit_remote(task)
+                self._submit_remote(task, waits)
                 continue
-            start_events[task.id] = stream.record()
-            stream.submit(partial(self._run_handler, task, task.handler, True))
-            end_events[task.id] = stream.record()
+            work = partial(self._run_handler, task, task.handler, True)
+            start_events[task.id], end_events[task.id] = stream.run(work, waits)  # type: ignore[arg-type]  # issued before
 
-    def _submit_remote(self, task: PlannedTask) -> None:
+    def _submit_remote(self, task: PlannedTask, waits: Iterable[Event | None]) -> None:
         """Submit a task with a remote part: a message, a collective, or a flight-recorder slot."""
         stream, remote, events = task.stream, task.remote, self.events
         assert remote is not None
+        for event in waits:
+            stream.wait_event(event)  # type: ignore[arg-type]  # issued before
         if remote.before_start is not None:
             stream.submit(partial(self._run_handler, task, remote.before_start, False))
         events.start_events[task.id] = stream.record()

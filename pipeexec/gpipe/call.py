@@ -1,27 +1,27 @@
 """One forward of a `pipeexec.GPipe`, its backward, and the measured times of its tasks.
 
-The host issues tasks and messages to streams. Forwards are issued by clock cycle, recomputes and
-backwards when the autograd engine reaches their nodes (`pipeexec.gpipe.backward_order`). The tasks
-themselves are in `pipeexec.gpipe.partition_tasks`.
+A call is a step of the executor whose tasks are issued one by one: forwards by clock cycle,
+recomputes and backwards when the autograd engine reaches their nodes
+(`pipeexec.gpipe.backward_order`). The tasks themselves are in `pipeexec.gpipe.partition_tasks`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from pipeexec.devices import clocks
 from pipeexec.devices.streams import Event, wait_for
 from pipeexec.devices.thread_settings import one_thread
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Step
 from pipeexec.gpipe.backward_order import (
     PartitionTask,
     clock_cycles,
@@ -33,62 +33,60 @@ from pipeexec.gpipe.backward_order import (
     unordered_backward,
 )
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
-from pipeexec.gpipe.partition import (
-    MessageStreams,
-    MessageStreamsByPartition,
-    Runtime,
-    message_streams,
-)
-from pipeexec.gpipe.partition_tasks import PartitionTasks, SlotTensors, TaskKey
+from pipeexec.gpipe.call_plan import CALLER, COMPUTE, make_call_plan
+from pipeexec.gpipe.partition import Runtime
+from pipeexec.gpipe.partition_tasks import PARTITIONS, CallTensors, SlotTensors
 from pipeexec.stages.module_call import next_seed, use_seed
+from pipeexec.stages.recompute import Buffers
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
-from pipesim.lowering.lower import lower
-from pipesim.ops import Action, Op
-from pipesim.scheduling.autograd_engine import newest_first
-from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.schedule import Schedule
+from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
-
-#: Names of streams that compute: a separate stream of the device, or the calling thread.
-COMPUTE, CALLER = "compute", "caller"
 
 
 class Call:
     """One forward, and its backward, on the stream of each device named ``stream``.
 
+    `CallTensors` has the other parameters.
+
     Attributes
     ----------
-    start_events, end_events
-        Events at the start and end of each task and message.
     order
         Recomputes and backwards in the order in which they were issued: operation, partition,
         micro-batch.
-    has_failed
-        Whether a task failed, or the forward was interrupted.
     """
 
-    def __init__(self, tasks: PartitionTasks, stream: str = COMPUTE) -> None:
-        self.tasks, self.runtime = tasks, tasks.runtime
-        self.clock: clocks.Clocks | None = None
-        self.start_events: dict[TaskKey, Event] = {}
-        self.end_events: dict[TaskKey, Event] = {}
+    def __init__(
+        self,
+        runtime: Runtime,
+        recomputed: Sequence[bool],
+        seed: int | None,
+        tracked: Sequence[int],
+        again: Sequence[Buffers] | None = None,
+        *,
+        stream: str = COMPUTE,
+    ) -> None:
+        self.runtime = runtime
+        form = tuple(recomputed), tuple(tracked), stream
+        if form not in runtime.plans:
+            runtime.plans[form] = make_call_plan(runtime, recomputed, tracked, stream)
+        self.plan = runtime.plans[form]
+        self.tensors = CallTensors(runtime, self.plan, stream, recomputed, seed, tracked, again)
+        self.step = Step(self.plan.graph, runtime.devices)
+        self.step.state[PARTITIONS] = self.tensors
         self.order: list[tuple[Op, int, int]] = []
-        self.has_failed = False
-        # The caller's thread runs all tasks and messages, or other streams run both.
-        self._stream = stream
-        self._copy_streams = self.runtime.switches.copy_streams and stream != CALLER
         self._thread_context = one_thread if stream == CALLER else nullcontext
-        self._streams = [device.stream(stream) for device in self.runtime.devices]
-        self._run_task = {Op.F: tasks.forward, Op.R: tasks.recompute, Op.B: tasks.backward}
-        self._error: BaseException | None = None  # the first failure, until it is raised
+        self._streams = [device.stream(stream) for device in runtime.devices]
         self._has_begun_backward = self._is_done = False
         self._last_event: dict[int, Event] = {}  # by partition
-        # By source and target partition: messages that were sent, but not received.
-        self._channels: dict[tuple[int, int], deque[tuple[int, MessageStreams, TaskKey]]]
-        self._channels = defaultdict(deque)
-        self._message_streams: dict[Op, MessageStreamsByPartition] = {}
+        # By source and target partition: RECVs of messages that were sent, but not received.
+        self._channels: dict[tuple[int, int], deque[PlannedTask]] = defaultdict(deque)
         self._input_shapes: Sequence[Sequence[torch.Size]] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a task failed, or the forward was interrupted."""
+        return self.step.failure is not None
 
     # Forward
 
@@ -102,7 +100,8 @@ class Call:
         try:
             return self._run(inputs, microbatches, atomic)
         except BaseException:  # interrupts too
-            self.has_failed = True
+            if self.step.failure is None:
+                self.step.failure = -1, _has_failed()
             self.forget()
             raise
 
@@ -110,20 +109,20 @@ class Call:
         self, inputs: tuple[Tensor, ...], microbatches: Sequence[tuple[Tensor, ...]], atomic: bool
     ) -> tuple[bool, tuple[Tensor, ...]]:
         m, n = len(microbatches), len(self.runtime.stages)
-        self.clock = clocks.start(self.runtime.devices)
+        self.step.events.start()
         self._input_shapes = [[x.shape for x in tensors] for tensors in microbatches]
         for x in inputs:
             self.runtime.devices[0].adopt(x, self._streams[0])
         for i, tensors in enumerate(microbatches):
-            self.tasks.put_microbatch(i, tensors, atomic)
+            self.tensors.put_microbatch(i, tensors, atomic)
         with self._thread_context():
             for i, j in chain.from_iterable(clock_cycles(m, n)):
                 self._issue(Op.F, i, j)
         # The graph is made while devices work.
-        leave = self._link(inputs) if self.tasks.tracked else join_outputs
+        leave = self._link(inputs) if self.tensors.tracked else join_outputs
         self._rejoin()
         outputs = self._pop_results(n - 1, [(Op.F, i, n - 1) for i in range(m)])
-        is_atomic = all(self.tasks.pop_is_atomic(i) for i in range(m))
+        is_atomic = all(self.tensors.pop_is_atomic(i) for i in range(m))
         return is_atomic, leave([tuple(tensors.values()) for tensors in outputs])
 
     def _rejoin(self) -> None:
@@ -134,7 +133,7 @@ class Call:
 
     def _pop_results(self, j: int, tasks: Sequence[PartitionTask]) -> list[SlotTensors]:
         """Return the results of tasks of partition ``j``, for the caller to use."""
-        results = [self.tasks.pop_result(*task) for task in tasks]
+        results = [self.tensors.pop_result(*task) for task in tasks]
         values = tuple(x for tensors in results for x in tensors.values())
         self.runtime.devices[j].rejoin(self._last_event[j], values)
         return results
@@ -144,7 +143,7 @@ class Call:
     ) -> Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]]:
         """Make the autograd graph that orders the backward."""
         n, switches = len(self.runtime.stages), self.runtime.switches
-        recomputed, tracked = self.tasks.recomputed, self.tasks.tracked
+        recomputed, tracked = self.tensors.recomputed, self.tensors.tracked
         if switches.dependencies:
             cycles = clock_cycles(len(recomputed), n)
             kept = [[cell for cell in cycle if cell[1] in tracked] for cycle in cycles]
@@ -154,76 +153,36 @@ class Call:
         return link_backward(self, inputs, partial(link_tasks, tasks))
 
     def _issue(self, op: Op, i: int, j: int) -> None:
-        """Issue a task, the messages that it needs before it, and its results' messages after."""
-        incoming, outgoing = self._streams_of(op)
-        if op == Op.R and self.runtime.switches.recompute_waits:
-            incoming = self._streams_of(Op.B).incoming
-        needed = [self._arrival(i, streams) for streams in incoming[j]]
-        task = partial(self._run_unless_failed, self._run_task[op], i, j)
-        key = op, j, i, None
-        start, end = self._streams[j].run(task, needed)
-        self.start_events[key], self.end_events[key], self._last_event[j] = start, end, end
-        for streams in outgoing[j]:
-            self._send(i, streams, end)
+        """Issue a task, the messages that it needs before it, and its results' messages after.
 
-    def _streams_of(self, op: Op) -> MessageStreamsByPartition:
-        """Return the streams of the messages of F or B, made on first use; R has no messages."""
-        if op not in self._message_streams:
-            runtime, tracked = self.runtime, self.tasks.tracked
-            routes, partitions = (
-                (runtime.forward_routes, range(len(runtime.stages)))
-                if op == Op.F
-                else (runtime.backward_routes, tracked if op == Op.B else ())
-            )
-            self._message_streams[op] = message_streams(
-                op, routes, runtime.devices, self._stream,
-                copy_streams=self._copy_streams, partitions=partitions,
-            )  # fmt: skip
-        return self._message_streams[op]
-
-    def _send(self, i: int, streams: MessageStreams, produced: Event) -> None:
-        """Issue the SEND of a message, behind the event ``produced`` of its task."""
-        source, target, _ = streams.route
-        key = streams.send_op, source, i, streams.send_peer
-        send = partial(self._run_unless_failed, self.tasks.send, i, streams, key)
-        self.start_events[key], self.end_events[key] = streams.send_stream.run(send, (produced,))
-        if not self._copy_streams:
-            self._last_event[source] = self.end_events[key]
-        self._channels[source, target].append((i, streams, key))
-
-    def _arrival(self, i: int, streams: MessageStreams) -> Event:
-        """Return the event at the end of a RECV; RECVs are issued in the order of their SENDs."""
-        source, target, _ = streams.route
-        key = streams.recv_op, target, i, streams.recv_peer
-        while key not in self.end_events:
-            self._receive(*self._channels[source, target].popleft())
-        return self.end_events[key]
-
-    def _receive(self, i: int, streams: MessageStreams, send: TaskKey) -> None:
-        key = streams.recv_op, streams.route.target, i, streams.recv_peer
-        receive = partial(self._run_unless_failed, self.tasks.receive, i, streams, send)
-        start, end = streams.recv_stream.run(receive, (self.end_events[send],))
-        self.start_events[key], self.end_events[key] = start, end
+        RECVs are issued in the order of their SENDs.
+        """
+        plan, end_events, cell = self.plan, self.step.events.end_events, (op, i, j)
+        for recv in plan.received[cell]:
+            channel = self._channels[plan.senders[recv.id], j]
+            while end_events[recv.id] is None:
+                self.step.submit((channel.popleft(),))
+        tasks = plan.issued[cell]
+        self.step.submit(tasks)
+        for send in tasks[1:]:
+            recv = plan.messages[send.id].recv
+            self._channels[j, recv.stage.index].append(recv)
+        last = end_events[plan.last[cell]]
+        assert last is not None
+        self._last_event[j] = last
 
     def forward_seconds(self) -> float:
         """Return the time of a forward (s): the fastest of each partition, averaged."""
-        n, m = len(self.runtime.stages), len(self.tasks.recomputed)
-        fastest = [
-            min(
-                self.end_events[key].seconds_since(self.start_events[key])
-                for key in ((Op.F, j, i, None) for i in range(m))
-            )
-            for j in range(n)
-        ]
+        n, m = len(self.runtime.stages), len(self.tensors.recomputed)
+        fastest = [min(self._seconds(Op.F, i, j) for i in range(m)) for j in range(n)]
         return sum(fastest) / n
 
-    def _run_unless_failed(self, task: Callable[..., None], *arguments: Any) -> None:
-        if self.has_failed:
-            return
-        try:
-            task(*arguments)
-        except BaseException as error:
-            self.has_failed, self._error = True, error
+    def _seconds(self, op: Op, i: int, j: int) -> float:
+        events, t = self.step.events, self.plan.issued[op, i, j][0].id
+        start, end = events.start_events[t], events.end_events[t]
+        assert start is not None
+        assert end is not None
+        return end.seconds_since(start)
 
     # Where the host meets the streams
 
@@ -232,10 +191,11 @@ class Call:
 
         The error is not kept: its traceback refers to the graph, which refers to this call.
         """
-        if self.has_failed:
+        if self.step.failure is not None:
             self.forget()
-            error, self._error = self._error, None
-            raise error or ExecutionError("this forward of GPipe has failed; run it again")
+            task, error = self.step.failure
+            self.step.failure = task, _has_failed()
+            raise error
 
     def wait(self) -> None:
         """Wait until every device has run all that was issued."""
@@ -253,7 +213,7 @@ class Call:
         for j, event in list(self._last_event.items()):
             self.runtime.devices[j].wait_for_host(event)
         self._is_done = True
-        self.tasks.forget()
+        self.tensors.forget()
 
     # Backward: called by the nodes of its graph
 
@@ -274,7 +234,7 @@ class Call:
         for device in self.runtime.devices:
             device.mark()  # tasks issued from here on come after the caller's own work
         for i, output_gradients in enumerate(gradients):
-            self.tasks.put_gradients(i, output_gradients, self._streams[-1])
+            self.tensors.put_gradients(i, output_gradients, self._streams[-1])
         Variable._execution_engine.queue_callback(self._finish_backward)
 
     def issue(self, op: Op, i: int, j: int) -> None:
@@ -287,7 +247,7 @@ class Call:
     def _finish_backward(self) -> None:
         self._rejoin()
         self._is_done = True
-        self.tasks.drop_results()
+        self.tensors.drop_results()
         for stage in self.runtime.stages:
             stage.end_step()
 
@@ -297,6 +257,34 @@ class Call:
         self._raise_failure()
         tasks = [(Op.B, i, 0) for i in range(len(self._input_shapes))]
         return join_gradients(self._pop_results(0, tasks), self._input_shapes)
+
+    def timeline(self, graph: TaskGraph) -> Timeline:
+        """Wait for all tasks, and return their times; NaN for tasks that did not run.
+
+        ``graph`` has the tasks of this call in the order in which they were issued.
+        """
+        self.wait()
+        own, events = self.plan.graph, self.step.events
+        start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
+        number = {key: t for t, key in enumerate(_keys(own))}
+        numbers = [number[key] for key in _keys(graph)]
+        assert events.clock is not None
+        for index, t in enumerate(numbers):
+            first, last = events.start_events[t], events.end_events[t]
+            if first is not None and last is not None and last.is_set():
+                start[index] = events.clock.seconds(int(own.device[t]), first)
+                end[index] = events.clock.seconds(int(own.device[t]), last)
+        return Timeline(graph, start, end, events.nbytes[numbers])
+
+
+def _keys(graph: TaskGraph) -> list[tuple[int, ...]]:
+    """Return what tells each task of a graph from the others, whatever its order."""
+    columns = (graph.op, graph.stage, graph.microbatch, graph.peer_stage)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _has_failed() -> ExecutionError:
+    return ExecutionError("this forward of GPipe has failed; run it again")
 
 
 class ForwardRunner:
@@ -334,7 +322,7 @@ class ForwardRunner:
         seed = next_seed() if several and runtime.draws_random(unknown=True) else None
         repeats = several and bool(tracked) and any(recomputed) and not self._others_draw
         states = runtime.random_states() if repeats else None
-        call = Call(PartitionTasks(runtime, recomputed, seed, tracked), stream)
+        call = Call(runtime, recomputed, seed, tracked, stream=stream)
         try:
             is_atomic, outputs = call.run(inputs, microbatches, atomic)
         except BaseException:
@@ -343,81 +331,12 @@ class ForwardRunner:
             raise
         if states is not None and runtime.restore_random_states(states):
             call.wait()
-            buffers = call.tasks.first_buffers()
+            buffers = call.tensors.first_buffers()
             call.forget()
             seed = next_seed()
-            call = Call(PartitionTasks(runtime, recomputed, seed, tracked, buffers), stream)
+            call = Call(runtime, recomputed, seed, tracked, buffers, stream=stream)
             is_atomic, outputs = call.run(inputs, microbatches, atomic)
             self._others_draw = not runtime.draws_random(unknown=False)  # no partition had drawn
         if seed is not None and runtime.draws_random(unknown=False):
             use_seed()
         return call, is_atomic, outputs
-
-
-def forward_backward_graph(
-    m: int,
-    backward: Sequence[Sequence[tuple[Op, int]]],
-    *,
-    skips: Iterable[tuple[int, int]],
-    overlap: bool,
-    portals: bool,
-    recompute_waits: bool,
-) -> TaskGraph:
-    """Return the tasks of a forward and a backward of ``m`` micro-batches.
-
-    ``backward`` has R and B of each partition, in order: operation and micro-batch. See
-    `pipesim.lower` for the other parameters.
-    """
-    schedule = Schedule.from_orders(
-        [
-            [Action(j, Op.F, i) for i in range(m)] + [Action(j, op, i) for op, i in order]
-            for j, order in enumerate(backward)
-        ],
-        placement=Placement.linear(len(backward)),
-        name="gpipe",
-    )
-    return lower(
-        schedule,
-        overlap=overlap,
-        step="none",
-        skips=set(skips),
-        portals=portals,
-        recompute_waits=recompute_waits,
-    )
-
-
-def backward_by_partition(
-    n_partitions: int, recomputed: Sequence[bool], tasks: Iterable[PartitionTask]
-) -> list[list[tuple[Op, int]]]:
-    """Return R and B of each partition, in the order of ``tasks``: operation and micro-batch.
-
-    A partition without tasks needs no gradient. It gets the tasks of the order that the
-    dependencies give.
-    """
-    orders: list[list[tuple[Op, int]]] = [[] for _ in range(n_partitions)]
-    for op, i, j in tasks:
-        orders[j].append((op, i))
-    default = [
-        (op, i) for op, i, _ in newest_first([(i, 0) for i in range(len(recomputed))], recomputed)
-    ]
-    return [order or default for order in orders]
-
-
-def measured_timeline(call: Call, graph: TaskGraph) -> Timeline:
-    """Wait for all tasks, and return their times; NaN for tasks that did not run."""
-    call.wait()
-    assert call.clock is not None
-    start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
-    nbytes = np.zeros(len(graph))
-    for index in range(len(graph)):
-        task = graph.task(index)
-        assert task.microbatch is not None
-        peer = None if task.peer_stage < 0 else task.peer_stage
-        key = task.op, task.stage, task.microbatch, peer
-        if key in call.end_events and call.end_events[key].is_set():
-            start[index] = call.clock.seconds(task.device, call.start_events[key])
-            end[index] = call.clock.seconds(task.device, call.end_events[key])
-            nbytes[index] = call.tasks.nbytes.get(key, 0)
-    sent = np.flatnonzero(graph.pair >= 0)
-    nbytes[sent] = np.maximum(nbytes[sent], nbytes[graph.pair[sent]])
-    return Timeline(graph, start, end, nbytes)

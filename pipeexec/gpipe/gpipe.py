@@ -25,15 +25,8 @@ from pipeexec.gpipe.arguments import (
 )
 from pipeexec.gpipe.backward_order import PartitionTask, unordered_backward
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
-from pipeexec.gpipe.call import (
-    CALLER,
-    COMPUTE,
-    Call,
-    ForwardRunner,
-    backward_by_partition,
-    forward_backward_graph,
-    measured_timeline,
-)
+from pipeexec.gpipe.call import Call, ForwardRunner
+from pipeexec.gpipe.call_plan import CALLER, COMPUTE, forward_backward_graph
 from pipeexec.gpipe.partition import Runtime, make_runtime, skips_across, split_layers
 from pipeexec.gpipe.skip import verify_skippables
 from pipeexec.stages.activations import ActivationMeter
@@ -384,14 +377,8 @@ class GPipe(nn.Module):
         return self._graph(recomputed, unordered_backward(n, recomputed, seed, order))
 
     def _graph(self, recomputed: list[bool], backward: Iterable[PartitionTask]) -> TaskGraph:
-        return forward_backward_graph(
-            len(recomputed),
-            backward_by_partition(len(self.balance), recomputed, backward),
-            skips=skips_across(self._parts()).values(),
-            overlap=self._switches.copy_streams,
-            portals=self._switches.portals,
-            recompute_waits=self._switches.recompute_waits,
-        )
+        n, skips = len(self.balance), skips_across(self._parts()).values()
+        return forward_backward_graph(n, recomputed, backward, skips, self._switches)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -411,7 +398,7 @@ class GPipe(nn.Module):
             without skips.
         """
         skips = skips_across(self._parts())
-        sent = {} if self._last_call is None else self._last_call.tasks.skip_bytes
+        sent = {} if self._last_call is None else self._last_call.tensors.skip_bytes
         nbytes = dict.fromkeys(skips.values(), 0)
         for key, pair in skips.items():
             nbytes[pair] += sent.get(key, 0)
@@ -458,7 +445,7 @@ class GPipe(nn.Module):
         if call.has_failed:
             raise ExecutionError("the last forward or backward failed; run both again")
         backward = [(op, i, j) for op, j, i in call.order]
-        return measured_timeline(call, self._graph(call.tasks.recomputed, backward))
+        return call.timeline(self._graph(call.tensors.recomputed, backward))
 
 
 def _moving_denied() -> ArgumentTypeError:

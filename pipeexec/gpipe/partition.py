@@ -1,22 +1,20 @@
-"""The partitions of a `pipeexec.GPipe`: layers as stages, and the routes of messages between them.
+"""The partitions of a `pipeexec.GPipe`: layers as stages.
 
-A partition takes and returns flat tensors, those of skips that cross its border included. Outputs
-go to the next partition, skips across several.
+A partition takes and returns flat tensors, those of skips that cross its border included.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeexec.devices.device import Device
-from pipeexec.devices.streams import Stream
 from pipeexec.gpipe.arguments import Switches
 from pipeexec.gpipe.checkpoint import recomputing
 from pipeexec.gpipe.skip import Key, Shelf, Skippable, use_shelf
@@ -24,8 +22,9 @@ from pipeexec.stages.activations import ActivationCounter
 from pipeexec.stages.module_call import default_state, set_default_state
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentTypeError
-from pipesim.graph.skips import border_crossings
-from pipesim.ops import Op
+
+if TYPE_CHECKING:
+    from pipeexec.gpipe.call_plan import CallPlan
 
 
 class Form(NamedTuple):
@@ -123,143 +122,22 @@ def skips_across(partitions: Sequence[nn.Sequential]) -> dict[Key, tuple[int, in
     return crossings
 
 
-class Route(NamedTuple):
-    """Route of one message a micro-batch, from one partition to another.
-
-    ``skips`` is None for outputs of the partition, or their gradients.
-    """
-
-    source: int
-    target: int
-    skips: tuple[Key, ...] | None = None
-
-    @property
-    def reverse(self) -> Route:
-        """The route of the gradients."""
-        return Route(self.target, self.source, self.skips)
-
-    def carries(self, slot: int | Key) -> bool:
-        """Return whether a tensor takes this route: the number of an output, or a skip."""
-        return isinstance(slot, int) if self.skips is None else slot in self.skips
-
-
-class RoutesByPartition(NamedTuple):
-    """Routes that lead to each partition, and routes that lead from it."""
-
-    incoming: list[list[Route]]
-    outgoing: list[list[Route]]
-
-
-def forward_routes(n: int, skips: Mapping[Key, tuple[int, int]], *, portals: bool) -> list[Route]:
-    """Return the routes of a forward through ``n`` partitions, outputs before skips.
-
-    With ``portals`` a skip goes straight to the partition that pops it. Without, it goes through
-    each partition between, in a message next to the output.
-    """
-    keys = list(skips)
-    outputs = [Route(j, j + 1) for j in range(n - 1)]
-    return outputs + [
-        Route(*hop, tuple(keys[k] for k in members))
-        for hop, members in border_crossings(skips.values(), portals).items()
-    ]
-
-
-def routes_by_partition(n: int, routes: Sequence[Route]) -> RoutesByPartition:
-    """Sort the routes of ``n`` partitions by target and by source.
-
-    Outputs leave before skips. Messages arrive in the order of their sources. Task graphs whose
-    messages are all on one stream have the same order.
-    """
-    by_source = sorted(routes, key=lambda route: (route.source, route.skips is not None))
-    by_target = sorted(routes, key=lambda route: (route.skips is not None, route.target))
-    return RoutesByPartition(
-        [[route for route in by_source if route.target == j] for j in range(n)],
-        [[route for route in by_target if route.source == j] for j in range(n)],
-    )
-
-
-class MessageStreams(NamedTuple):
-    """A route of the outputs of F, or of the gradients of B, and its streams.
-
-    Attributes
-    ----------
-    op
-        Operation that produces the messages: F or B.
-    send_peer, recv_peer
-        For skips, the partition at the other end of the SEND and of the RECV; else None.
-    send_stream, recv_stream, compute_stream
-        Streams of the source that sends, and of the target that receives and computes.
-    """
-
-    route: Route
-    op: Op
-    send_op: Op
-    recv_op: Op
-    send_peer: int | None
-    recv_peer: int | None
-    send_stream: Stream
-    recv_stream: Stream
-    compute_stream: Stream
-
-
-class MessageStreamsByPartition(NamedTuple):
-    """Streams of the messages that each partition receives, and of those that it sends."""
-
-    incoming: list[list[MessageStreams]]
-    outgoing: list[list[MessageStreams]]
-
-
-def message_streams(
-    op: Op, routes: RoutesByPartition, devices: Sequence[Device], compute: str, *,
-    copy_streams: bool, partitions: Container[int],
-) -> MessageStreamsByPartition:  # fmt: skip
-    """Return the streams of the messages of F or B between the given partitions.
-
-    With ``copy_streams`` each peer and direction has its own stream. Without, messages are on the
-    streams named ``compute``.
-    """
-    send_op, recv_op = (Op.SEND_F, Op.RECV_F) if op == Op.F else (Op.SEND_B, Op.RECV_B)
-
-    def streams_of_route(route: Route) -> MessageStreams:
-        source, target, skips = route
-        names = (f"send:{target}", f"recv:{source}") if copy_streams else (compute, compute)
-        send_peer, recv_peer = (None, None) if skips is None else (target, source)
-        return MessageStreams(
-            route, op, send_op, recv_op, send_peer, recv_peer,
-            send_stream=devices[source].stream(names[0]),
-            recv_stream=devices[target].stream(names[1]),
-            compute_stream=devices[target].stream(compute),
-        )  # fmt: skip
-
-    def streams_by_partition(rows: Sequence[Sequence[Route]]) -> list[list[MessageStreams]]:
-        return [
-            [
-                streams_of_route(route)
-                for route in row
-                if route.source in partitions and route.target in partitions
-            ]
-            for row in rows
-        ]
-
-    return MessageStreamsByPartition(
-        streams_by_partition(routes.incoming), streams_by_partition(routes.outgoing)
-    )
-
-
 class Runtime(NamedTuple):
-    """Stages, devices and routes that all forwards of one module share.
+    """Stages, devices and plans that all forwards of one module share.
 
-    There is a lock for each partition, as two forwards may run it in different threads.
+    ``skips`` has the source and target partition of each skip that crosses a border. There is a
+    lock for each partition, as two forwards may run it in different threads. ``plans`` are by the
+    form of a call: which micro-batches are recomputed, which partitions are tracked, the stream.
     """
 
     stages: Sequence[Stage]
     partitions: Sequence[Partition]
     devices: Sequence[Device]
-    forward_routes: RoutesByPartition
-    backward_routes: RoutesByPartition
+    skips: Mapping[Key, tuple[int, int]]
     locks: Sequence[AbstractContextManager[Any]]
     call_numbers: Iterator[int]
     switches: Switches
+    plans: dict[tuple[tuple[bool, ...], tuple[int, ...], str], CallPlan]
 
     def draws_random(self, unknown: bool) -> bool:
         """Return whether a forward draws random numbers; ``unknown`` if it has not run yet."""
@@ -290,7 +168,7 @@ def make_runtime(
     devices: Sequence[Device],
     switches: Switches,
 ) -> Runtime:
-    """Return the stages and routes of the parts of a module, one device each.
+    """Return the stages of the parts of a module, one device each.
 
     Random numbers are drawn on ``torch_devices``; tasks and messages run on ``devices``.
     """
@@ -309,14 +187,5 @@ def make_runtime(
     ]
     for stage in stages:
         stage.recompute_context, stage.recompute_option = recomputing, "checkpoint='never'"
-    routes = forward_routes(len(parts), skips, portals=switches.portals)
-    return Runtime(
-        stages,
-        partitions,
-        devices,
-        routes_by_partition(len(parts), routes),
-        routes_by_partition(len(parts), [route.reverse for route in routes]),
-        [threading.RLock() for _ in parts],
-        itertools.count(),
-        switches,
-    )
+    locks = [threading.RLock() for _ in parts]
+    return Runtime(stages, partitions, devices, skips, locks, itertools.count(), switches, {})

@@ -1,13 +1,14 @@
 """Run the tasks of a `pipeexec.GPipe` on tensors: forward, recompute, backward, send, receive.
 
-Tables pass tensors from task to task. A task takes its inputs from one table and puts its results
-into another; a message moves results of its source to the inputs of its target. Streams call the
-methods; each call is ordered behind the calls whose tensors it needs.
+The executor's steps run them (`pipeexec.executor.step`). A task takes the tensors that messages
+brought, and keeps its results until messages take them; each is named by the number of an output or
+by its skip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,28 +17,33 @@ from pipeexec.devices import transfer
 from pipeexec.devices.device import Values
 from pipeexec.devices.streams import Stream
 from pipeexec.devices.thread_settings import thread_settings
+from pipeexec.executor.planned_task import Handler, PlannedTask
+from pipeexec.executor.step import Step
+from pipeexec.executor.step_part import StepPart
 from pipeexec.gpipe.checkpoint import checkpointing, recomputing
-from pipeexec.gpipe.partition import Form, MessageStreams, Runtime
+from pipeexec.gpipe.partition import Form, Runtime
 from pipeexec.gpipe.skip import Key
 from pipeexec.stages.module_call import default_state, task_seed
 from pipeexec.stages.recompute import Buffers
-from pipesim.ops import Op
+from pipesim.ops import RECVS, SENDS, Op
 
-#: A task, or an end of a message: operation, partition, micro-batch, and the partition at the other
-#: end if it carries skips.
-TaskKey = tuple[Op, int, int, int | None]
+if TYPE_CHECKING:
+    from pipeexec.gpipe.call_plan import CallPlan
+
 #: Tensors of a micro-batch in a partition, by the number of an output, or by the skip.
 SlotTensors = dict[int | Key, Tensor]
 
 
-class PartitionTasks:
-    """Tasks and messages of one forward and its backward, with the tensors between them.
+class CallTensors:
+    """Tensors and settings of one forward and its backward.
 
     Construct it in the thread of the caller: the caller's gradient mode, inference mode and
     autocast hold in all other threads.
 
     Parameters
     ----------
+    stream
+        Name of the stream of each device that computes.
     recomputed
         For each micro-batch, whether its activations are dropped and recomputed.
     seed
@@ -50,8 +56,6 @@ class PartitionTasks:
 
     Attributes
     ----------
-    nbytes
-        Bytes of each message that was sent, by its SEND.
     skip_bytes
         Bytes of each skip that was sent, in the largest micro-batch.
     """
@@ -59,50 +63,50 @@ class PartitionTasks:
     def __init__(
         self,
         runtime: Runtime,
+        plan: CallPlan,
+        stream: str,
         recomputed: Sequence[bool],
         seed: int | None,
         tracked: Sequence[int],
         again: Sequence[Buffers] | None = None,
     ) -> None:
-        self.runtime, self.recomputed, self.tracked = runtime, list(recomputed), tracked
-        self.nbytes: dict[TaskKey, int] = {}
+        self.runtime, self.plan, self.stream = runtime, plan, stream
+        self.recomputed, self.tracked = list(recomputed), tracked
         self.skip_bytes: dict[Key, int] = {}
         self._first_key = next(runtime.call_numbers) << 32  # no call has more micro-batches
-        self._seed, self._again = seed, again
-        self._settings = thread_settings()
-        # By operation (F or B), micro-batch and partition: inputs that have arrived, and results
-        # that have not left.
-        self._inputs: dict[tuple[Op, int, int], SlotTensors] = {}
-        self._results: dict[tuple[Op, int, int], SlotTensors] = {}
-        # By the SEND: messages in flight.
-        self._in_flight: dict[TaskKey, tuple[Sequence[int | Key], Values]] = {}
+        self._seed, self.again = seed, again
+        self.settings = thread_settings()
+        # By operation (F or B), micro-batch and partition: what the caller gives, until taken.
+        self._given: dict[tuple[Op, int, int], SlotTensors] = {}
+        # By task: results that no message, or what a message brought that no task, has taken.
+        self._results: dict[int, SlotTensors] = {}
         # By micro-batch and partition: whether the input is one tensor, the forms of inputs and
         # outputs, and the state of the random generator before the forward.
         self._is_atomic: dict[tuple[int, int], bool] = {}
-        self._forms: dict[tuple[int, int], tuple[Form, Form]] = {}
-        self._random_states: dict[tuple[int, int], Tensor] = {}
+        self.forms: dict[tuple[int, int], tuple[Form, Form]] = {}
+        self.random_states: dict[tuple[int, int], Tensor] = {}
 
     # Input of the caller, and results for the caller
 
     def put_microbatch(self, i: int, tensors: Sequence[Tensor], atomic: bool) -> None:
         """Put the input of micro-batch ``i``: one tensor if it is ``atomic``, else a tuple."""
-        self._inputs[Op.F, i, 0] = dict(enumerate(tensors))
+        self._given[Op.F, i, 0] = dict(enumerate(tensors))
         self._is_atomic[i, 0] = atomic
-
-    def pop_result(self, op: Op, i: int, j: int) -> SlotTensors:
-        """Return and remove the result of a task that no message takes."""
-        return self._results.pop((op, i, j))
-
-    def pop_is_atomic(self, i: int) -> bool:
-        """Return whether the output of a micro-batch is one tensor, and forget it."""
-        return self._is_atomic.pop((i, len(self.runtime.stages)))
 
     def put_gradients(self, i: int, gradients: Iterable[Tensor | None], stream: Stream) -> None:
         """Put the gradients of a micro-batch's outputs; ``stream`` computes with them."""
         tensors: SlotTensors = {k: x for k, x in enumerate(gradients) if x is not None}
-        n = len(self.runtime.stages)
-        transfer.receive(tuple(tensors.values()), self.runtime.devices[n - 1], stream)
-        self._inputs[Op.B, i, n - 1] = tensors
+        last = len(self.runtime.stages) - 1
+        transfer.receive(tuple(tensors.values()), self.runtime.devices[last], stream)
+        self._given[Op.B, i, last] = tensors
+
+    def pop_result(self, op: Op, i: int, j: int) -> SlotTensors:
+        """Return and remove the result of a task that no message takes."""
+        return self._results.pop(self.plan.issued[op, i, j][0].id)
+
+    def pop_is_atomic(self, i: int) -> bool:
+        """Return whether the output of a micro-batch is one tensor, and forget it."""
+        return self._is_atomic.pop((i, len(self.runtime.stages)))
 
     def drop_results(self) -> None:
         """Drop results that no task takes: gradients of inputs that need none."""
@@ -113,7 +117,7 @@ class PartitionTasks:
 
         Partitions without a backward have kept none: copies of the present ones.
         """
-        keys = [self._key(i) for i in range(len(self.recomputed))]
+        keys = [self.key(i) for i in range(len(self.recomputed))]
         return [
             stage.buffers.earliest(keys) if j in self.tracked else stage.buffers.present()
             for j, stage in enumerate(self.runtime.stages)
@@ -123,97 +127,146 @@ class PartitionTasks:
         """Drop the tensors that a backward would need."""
         for stage in self.runtime.stages:
             for i in range(len(self.recomputed)):
-                stage.forget(self._key(i))
-        tables = (self._inputs, self._results, self._in_flight, self._forms, self._random_states)
-        for table in tables:
+                stage.forget(self.key(i))
+        for table in (self._given, self._results, self.forms, self.random_states):
             table.clear()
 
-    def _key(self, i: int) -> int:
+    # What tasks take and keep
+
+    def key(self, i: int) -> int:
+        """Return the key under which stages keep what the backward of a micro-batch needs."""
         return self._first_key + i
 
-    # Tasks, called by streams
+    def pop_inputs(self, op: Op, i: int, j: int) -> SlotTensors:
+        """Return and remove the inputs of F or B: those of the caller, or of messages."""
+        inputs = self._given.pop((op, i, j), {})
+        for recv in self.plan.received[op, i, j]:
+            inputs.update(self._results.pop(recv.id))
+        return inputs
 
-    def send(self, i: int, streams: MessageStreams, task: TaskKey) -> None:
-        """Run SEND ``task``: put results of the source into the memory of the target."""
-        source, target, skips = streams.route
-        results = self._results[streams.op, i, source]
-        # SENDs of other streams pop from the same dictionary: a list is made in one call.
-        slots = [slot for slot in list(results) if streams.route.carries(slot)]
-        sent = {slot: results.pop(slot) for slot in slots}
-        values = tuple(sent.values())
-        self.nbytes[task] = transfer.nbytes(values)
-        for slot, value in sent.items() if streams.op == Op.F and skips is not None else ():
-            assert not isinstance(slot, int)
-            self.skip_bytes[slot] = max(self.skip_bytes.get(slot, 0), value.nbytes)
-        devices = self.runtime.devices
-        moved = transfer.send(values, devices[source], streams.send_stream, devices[target])
-        self._in_flight[task] = tuple(sent), moved
-
-    def receive(self, i: int, streams: MessageStreams, send: TaskKey) -> None:
-        """Run the RECV of ``send``: make the message safe to use on the compute stream."""
-        target = streams.route.target
-        slots, values = self._in_flight.pop(send)
-        transfer.receive(values, self.runtime.devices[target], streams.compute_stream)
-        inputs = self._inputs.setdefault((streams.op, i, target), {})
-        inputs.update({k: x for k, x in zip(slots, values, strict=True) if x is not None})
-
-    def forward(self, i: int, j: int) -> None:
-        """Run F: the layers of a partition; keep the activations, or only the inputs, or none."""
-        partition = self.runtime.partitions[j]
-        inputs = self._inputs.pop((Op.F, i, j))
-        skips = tuple(key for key in partition.popped_skips if key in inputs)
+    def pop_form(self, i: int, j: int, inputs: SlotTensors) -> Form:
+        """Return the form of a forward's inputs."""
+        skips = tuple(key for key in self.runtime.partitions[j].popped_skips if key in inputs)
         n = sum(isinstance(slot, int) for slot in inputs)
-        input_form = Form(self._is_atomic.pop((i, j)), n, skips)
-        tensors = tuple(inputs.pop(slot) for slot in input_form.slots)
-        with self.runtime.locks[j], self._settings(), recomputing(self._again is not None):
-            partition.forms.inputs = input_form
-            outputs = self._run_layers(i, j, tensors)
-            form = partition.forms.outputs
-        self._is_atomic[i, j + 1] = form.is_atomic
+        return Form(self._is_atomic.pop((i, j)), n, skips)
+
+    def put_outputs(
+        self, task: PlannedTask, forms: tuple[Form, Form], outputs: Values, passed: SlotTensors
+    ) -> None:
+        """Keep the outputs of a forward, and the skips that it has ``passed`` on."""
+        i, j = task.microbatch, task.stage.index
+        self._is_atomic[i, j + 1] = forms[1].is_atomic
         if j in self.tracked:
-            self._forms[i, j] = input_form, form
-        results = inputs  # the rest: skips on their way to later partitions
-        results.update({k: x for k, x in zip(form.slots, outputs, strict=True) if x is not None})
-        self._results[Op.F, i, j] = results
+            self.forms[i, j] = forms
+        self.put_result(task.id, forms[1], outputs, passed)
 
-    def _run_layers(self, i: int, j: int, tensors: tuple[Tensor, ...]) -> Values:
-        """Return the outputs of a partition's layers, then the skips that they stash."""
-        stage, seed = self.runtime.stages[j], self._task_seed(i, j)
-        buffers = None if self._again is None else self._again[j]
-        if j not in self.tracked:
-            return stage.evaluate(self._key(i), tensors, seed, buffers)
-        if not self.recomputed[i]:
-            return stage.forward(self._key(i), tensors, seed, False, again=buffers)
-        before = default_state(stage.device) if len(self.recomputed) == 1 else None
-        with checkpointing():
-            outputs = stage.forward(self._key(i), tensors, seed, True, again=buffers)
-        if before is not None and not torch.equal(before, default_state(stage.device)):
-            self._random_states[i, j] = before
-        return outputs
+    def put_result(self, task: int, form: Form, values: Values, passed: SlotTensors) -> None:
+        """Keep ``values`` by the slots of their form; None is no tensor."""
+        own = {k: x for k, x in zip(form.slots, values, strict=True) if x is not None}
+        self._results[task] = passed | own
 
-    def _task_seed(self, i: int, j: int) -> int | None:
+    def send(self, task: PlannedTask) -> int:
+        """Move what a message carries into the memory of its target; return its bytes."""
+        results, (recv, skips) = self._results[task.source], self.plan.messages[task.id]
+        # SENDs of other streams pop from the same dictionary: a list is made in one call.
+        slots = [x for x in list(results) if (isinstance(x, int) if skips is None else x in skips)]
+        sent = {slot: results.pop(slot) for slot in slots}
+        if skips is not None and task.stage.index < recv.stage.index:
+            for key in skips.intersection(sent):
+                self.skip_bytes[key] = max(self.skip_bytes.get(key, 0), sent[key].nbytes)
+        values = tuple(sent.values())
+        moved = transfer.send(values, task.device, task.stream, recv.device)
+        pairs = zip(sent, moved, strict=True)
+        self._results[task.id] = {slot: x for slot, x in pairs if x is not None}
+        return transfer.nbytes(values)
+
+    def receive(self, task: PlannedTask) -> None:
+        """Make what a message carries safe to use on the stream that computes."""
+        sent = self._results.pop(task.source)
+        transfer.receive(tuple(sent.values()), task.device, task.device.stream(self.stream))
+        self._results[task.id] = sent
+
+    def task_seed(self, i: int, j: int) -> int | None:
         """Return the seed of a forward, if it may draw random numbers of its micro-batch."""
         stage = self.runtime.stages[j]
         if self._seed is None or not stage.is_random.get(stage.module.training, True):
             return None
         return task_seed(self._seed, 0, j, i)
 
-    def recompute(self, i: int, j: int) -> None:
-        """Run R: the layers again, keeping the activations for the backward."""
-        state = self._random_states.pop((i, j), None)
-        seed = self._task_seed(i, j) if state is None else state
-        with self.runtime.locks[j], self._settings(), recomputing():
-            self.runtime.partitions[j].forms.inputs = self._forms[i, j][0]
-            self.runtime.stages[j].recompute(self._key(i), seed)
 
-    def backward(self, i: int, j: int) -> None:
-        """Run B: accumulate gradients of a partition's parameters; keep those of its inputs."""
-        input_form, output_form = self._forms.pop((i, j))
-        gradients = self._inputs.pop((Op.B, i, j), {})
-        output_gradients = tuple(gradients.pop(slot, None) for slot in output_form.slots)
-        with self.runtime.locks[j]:
-            input_gradients = self.runtime.stages[j].backward(self._key(i), output_gradients)
-        gradients.update(
-            {k: x for k, x in zip(input_form.slots, input_gradients, strict=True) if x is not None}
-        )
-        self._results[Op.B, i, j] = gradients
+class Partitions(StepPart):
+    """Runs the tasks of partitions: ``step.state`` has the `CallTensors` of the call."""
+
+    def handlers(self) -> Mapping[Op, Handler]:
+        """Return the handlers of all tasks of a `pipeexec.GPipe`."""
+        return {
+            Op.F: self._forward,
+            Op.R: self._recompute,
+            Op.B: self._backward,
+            **dict.fromkeys(SENDS, self._send),
+            **dict.fromkeys(RECVS, self._receive),
+        }
+
+    def _forward(self, step: Step, task: PlannedTask) -> None:
+        """Run the layers of a partition; keep the activations, or only the inputs, or none."""
+        call: CallTensors = step.state[self]
+        i, j = task.microbatch, task.stage.index
+        inputs = call.pop_inputs(Op.F, i, j)
+        form = call.pop_form(i, j, inputs)
+        tensors = tuple(inputs.pop(slot) for slot in form.slots)
+        partition = call.runtime.partitions[j]
+        with call.runtime.locks[j], call.settings(), recomputing(call.again is not None):
+            partition.forms.inputs = form
+            outputs = self._run_layers(call, i, j, tensors)
+            forms = form, partition.forms.outputs
+        call.put_outputs(task, forms, outputs, inputs)
+
+    def _run_layers(self, call: CallTensors, i: int, j: int, tensors: tuple[Tensor, ...]) -> Values:
+        """Return the outputs of a partition's layers, then the skips that they stash."""
+        stage, seed, key = call.runtime.stages[j], call.task_seed(i, j), call.key(i)
+        buffers = None if call.again is None else call.again[j]
+        if j not in call.tracked:
+            return stage.evaluate(key, tensors, seed, buffers)
+        if not call.recomputed[i]:
+            return stage.forward(key, tensors, seed, False, again=buffers)
+        before = default_state(stage.device) if len(call.recomputed) == 1 else None
+        with checkpointing():
+            outputs = stage.forward(key, tensors, seed, True, again=buffers)
+        if before is not None and not torch.equal(before, default_state(stage.device)):
+            call.random_states[i, j] = before
+        return outputs
+
+    def _recompute(self, step: Step, task: PlannedTask) -> None:
+        """Run the layers again, keeping the activations for the backward."""
+        call: CallTensors = step.state[self]
+        i, j = task.microbatch, task.stage.index
+        state = call.random_states.pop((i, j), None)
+        seed = call.task_seed(i, j) if state is None else state
+        with call.runtime.locks[j], call.settings(), recomputing():
+            call.runtime.partitions[j].forms.inputs = call.forms[i, j][0]
+            call.runtime.stages[j].recompute(call.key(i), seed)
+
+    def _backward(self, step: Step, task: PlannedTask) -> None:
+        """Accumulate gradients of a partition's parameters; keep those of its inputs."""
+        call: CallTensors = step.state[self]
+        i, j = task.microbatch, task.stage.index
+        input_form, output_form = call.forms.pop((i, j))
+        gradients = call.pop_inputs(Op.B, i, j)
+        own = tuple(gradients.pop(slot, None) for slot in output_form.slots)
+        with call.runtime.locks[j]:
+            input_gradients = call.runtime.stages[j].backward(call.key(i), own)
+        call.put_result(task.id, input_form, input_gradients, gradients)
+
+    def _send(self, step: Step, task: PlannedTask) -> None:
+        call: CallTensors = step.state[self]
+        nbytes = call.send(task)
+        step.events.nbytes[task.id] = nbytes
+        step.events.nbytes[call.plan.messages[task.id].recv.id] = nbytes
+
+    def _receive(self, step: Step, task: PlannedTask) -> None:
+        call: CallTensors = step.state[self]
+        call.receive(task)
+
+
+#: The part of every step of a `pipeexec.GPipe`.
+PARTITIONS = Partitions()

@@ -30,7 +30,7 @@ import pipeexec as px
 from pipeexec.devices.thread_settings import one_thread
 from pipeexec.gpipe.backward_order import TaskIssuer
 from pipeexec.gpipe.call import Call
-from pipeexec.gpipe.partition_tasks import PartitionTasks
+from pipeexec.stages.stage import Stage
 
 
 class OnDevice(Tensor):
@@ -94,14 +94,14 @@ class _Depth:
         Nodes that order tasks sleep for ``node_seconds``: if that is longer than the device takes,
         few of them run within a task.
         """
-        inner, inner_begin = PartitionTasks.backward, Call.begin
+        inner, inner_begin = Stage.backward, Call.begin
         inner_issue = TaskIssuer.issue_or_queue
 
-        def backward(tasks: PartitionTasks, i: int, j: int) -> None:
+        def backward(stage: Stage, *arguments: Any) -> Any:
             self.now += 1
             self.deepest = max(self.deepest, self.now)
             try:
-                inner(tasks, i, j)
+                return inner(stage, *arguments)
             finally:
                 self.now -= 1
 
@@ -114,7 +114,7 @@ class _Depth:
             time.sleep(node_seconds)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PartitionTasks, "backward", backward)
+            patch.setattr(Stage, "backward", backward)
             patch.setattr(TaskIssuer, "issue_or_queue", issue_or_queue)
             patch.setattr(Call, "begin", begin)
             yield

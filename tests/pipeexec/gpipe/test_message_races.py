@@ -9,31 +9,32 @@ import pytest
 import torch
 
 from pipeexec.gpipe import partition_tasks
-from pipeexec.gpipe.partition import Route
-from pipeexec.gpipe.partition_tasks import PartitionTasks
-from pipesim.ops import Op
+from pipeexec.gpipe.call_plan import Message
+from pipeexec.gpipe.partition_tasks import CallTensors
 
 
 def test_a_send_between_two_looks_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message of the output leaves while that of the skip looks at the same result."""
     monkeypatch.setattr(partition_tasks.transfer, "send", lambda values, *_: values)
-    tasks: Any = object.__new__(PartitionTasks)
-    tasks.runtime = SimpleNamespace(devices=[None] * 3)
-    tasks.nbytes, tasks.skip_bytes, tasks._in_flight = {}, {}, {}
     key: Any = (None, "early")
     output, skip = torch.ones(1), torch.zeros(2)
-    tasks._results = {(Op.F, 0, 0): {0: output, key: skip}}
 
-    def streams(route: Any) -> Any:
-        return SimpleNamespace(op=Op.F, route=route, send_stream=None)
+    class Interrupted(frozenset[Any]):
+        """Skips: another thread interrupts the look whether the first slot is one of them."""
 
-    class Interrupted(Route):
-        """A route whose look at the first slot another thread interrupts."""
+        def __contains__(self, slot: object) -> bool:
+            if 0 in tensors._results[0]:
+                tensors.send(sends["output"])
+            return super().__contains__(slot)
 
-        def carries(self, slot: Any) -> bool:
-            if 0 in tasks._results[Op.F, 0, 0]:
-                tasks.send(0, streams(Route(0, 1)), "output")
-            return super().carries(slot)
+    def task(number: int, stage: int) -> Any:
+        index = SimpleNamespace(index=stage)
+        return SimpleNamespace(id=number, source=0, stage=index, device=None, stream=None)
 
-    tasks.send(0, streams(Interrupted(0, 2, (key,))), "skip")
-    assert tasks._in_flight == {"output": ((0,), (output,)), "skip": ((key,), (skip,))}
+    sends = {"output": task(1, 0), "skip": task(2, 0)}
+    tensors: Any = object.__new__(CallTensors)
+    tensors.skip_bytes, tensors._results = {}, {0: {0: output, key: skip}}
+    messages = {1: Message(task(3, 1), None), 2: Message(task(4, 2), Interrupted([key]))}
+    tensors.plan = SimpleNamespace(messages=messages)
+    tensors.send(sends["skip"])
+    assert tensors._results == {0: {}, 1: {0: output}, 2: {key: skip}}
