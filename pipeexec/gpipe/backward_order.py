@@ -13,10 +13,8 @@ takes the phony of the cycle before, so the engine must run the cycles in revers
 ``B[i+1, j]`` is in the cycle after that of ``B[i, j]``, so it comes first in the backward, which
 runs against the arrows. Each R is right before its B.
 
-Without dependencies only data tie the tasks together, and the engine runs the newest ready node.
-`pipesim.scheduling.autograd_engine` predicts that order for torchgpipe's graph on a CPU. Here a
-chain of nodes, one task each, gives the tasks that order, on GPUs too, where torchgpipe's order is
-a race (`pipesim.autograd_orders`).
+Without dependencies only data tie the tasks together, and the engine chooses among the ready nodes
+(`pipeexec.gpipe.engine_graph`). For an order that is imposed, a chain of nodes has one task each.
 
 A node may run while another node is running. On a GPU, a B calls the engine and waits for the
 engine's thread of that GPU. Meanwhile the engine runs all other ready nodes in the waiting thread:
@@ -221,6 +219,15 @@ class TaskIssuer:
                 del _QUEUES[run]
 
 
+def check_first_derivative() -> None:
+    """Raise `ExecutionError` in a backward that makes a graph for second derivatives."""
+    if torch.is_grad_enabled():
+        raise ExecutionError(
+            "backward(create_graph=True) does not go through GPipe: there are no second "
+            "derivatives; leave it out, or use the module alone"
+        )
+
+
 class _TaskNode(Function):
     @staticmethod
     def forward(ctx: Any, issuer: TaskIssuer, tasks: Sequence[PartitionTask], _: Tensor) -> Tensor:
@@ -230,11 +237,7 @@ class _TaskNode(Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise ExecutionError(
-                "backward(create_graph=True) does not go through GPipe: there are no second "
-                "derivatives; leave it out, or use the module alone"
-            )
+        check_first_derivative()
         ctx.issuer.issue_or_queue(ctx.tasks)
         return None, None, None  # the engine runs the node before nevertheless
 

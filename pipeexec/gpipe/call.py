@@ -34,6 +34,7 @@ from pipeexec.gpipe.backward_order import (
 )
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 from pipeexec.gpipe.call_plan import CALLER, COMPUTE, make_call_plan
+from pipeexec.gpipe.engine_graph import link_engine
 from pipeexec.gpipe.partition import Runtime
 from pipeexec.gpipe.partition_tasks import PARTITIONS, CallTensors, SlotTensors
 from pipeexec.stages.module_call import next_seed, use_seed
@@ -148,6 +149,9 @@ class Call:
             cycles = clock_cycles(len(recomputed), n)
             kept = [[cell for cell in cycle if cell[1] in tracked] for cycle in cycles]
             return link_backward(self, inputs, partial(link_cycles, kept, recomputed))
+        if switches.backward_seed is None and switches.backward_order is None:
+            devices = [stage.device for stage in self.runtime.stages]
+            return link_backward(self, inputs, partial(link_engine, recomputed, tracked, devices))
         order = unordered_backward(n, recomputed, switches.backward_seed, switches.backward_order)
         tasks = [task for task in order if task[2] in tracked]
         return link_backward(self, inputs, partial(link_tasks, tasks))

@@ -91,13 +91,11 @@ class GPipe(nn.Module):
         For experiments without copy streams: whether a device receives a gradient before it
         recomputes, as under torchgpipe on default streams. The recompute then does not fill the
         wait for the gradient.
-    backward_seed
-        For experiments without dependencies: draw the order of the backward at random. None for
-        the order in which autograd runs torchgpipe's graph on CPUs (`pipesim.schedule`,
-        ``"autograd"``).
-    backward_order
-        For experiments without dependencies: a schedule whose R and B each stage follows, such as
-        one of `pipesim.autograd_orders`. It has as many micro-batches as a mini-batch makes.
+    backward_seed, backward_order
+        For experiments without dependencies: impose an order of the backward, drawn at random, or
+        that of the R and B of each stage of a schedule, such as one of `pipesim.autograd_orders`. A
+        schedule has as many micro-batches as a mini-batch makes. By default torch's engine chooses,
+        in a graph like torchgpipe's (`pipeexec.gpipe.engine_graph`).
     threads
         For experiments on CPUs: whether partitions compute in separate threads, or all in the
         caller's thread. By default in threads on devices of `workers`, and where forwards take more
@@ -343,7 +341,8 @@ class GPipe(nn.Module):
     def graph(self, batch_size: int) -> TaskGraph:
         """Return the tasks of one forward and backward of ``batch_size`` samples.
 
-        `timeline` has the same tasks. The backward is in the order that the dependencies give.
+        `timeline` has the same tasks. The backward is in the order that the dependencies give, or
+        without them in that which a CPU's engine is predicted to take.
 
         Parameters
         ----------
