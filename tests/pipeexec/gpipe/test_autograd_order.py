@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,65 @@ def test_a_module_runs_it(case: dict[str, Any]) -> None:
         assert after_forwards(graph) == of_stages(case["order"], n)
         assert graph.recompute == ("never" if m == 1 and case["checkpoint"] == "except_last"
                                    else case["checkpoint"])  # fmt: skip
+
+
+#: Two steps of one layer in one partition, in a process that has made no other nodes.
+TWO_STEPS = """
+import torch, pipeexec as px
+layer = torch.nn.Linear(1, 1)
+model = px.GPipe(torch.nn.Sequential(layer), [1], devices=["cpu"], chunks=4, checkpoint="always",
+                 dependencies=False, threads=False)
+for _ in range(2):
+    model(torch.ones(4, 1)).sum().backward()
+    print(*(f"{op.name}{i}" for op, _, i in model._last_call.order))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_step_of_a_process_has_another_order() -> None:
+    """R0, the second node of the caller's thread, is older than B1, B2 and B3 of the other's."""
+    done = subprocess.run([sys.executable, "-c", TWO_STEPS], capture_output=True, text=True,
+                          check=True, timeout=120)  # fmt: skip
+    assert done.stdout.splitlines() == ["R3 R2 R1 B3 B2 B1 R0 B0", "R3 R2 R1 R0 B3 B2 B1 B0"]
+
+
+def n_choices(output: torch.Tensor) -> int:
+    """Return how often the engine has several ready nodes, if it runs the newest first."""
+    nodes, waits = [output.grad_fn], Counter[Any]()
+    for node in nodes:
+        assert node is not None
+        for after, _ in node.next_functions:
+            if after is not None:
+                nodes += [after] if after not in waits else []
+                waits[after] += 1
+    ready, n = [nodes[0]], 0
+    while ready:
+        n += len(ready) > 1
+        node = ready.pop()
+        assert node is not None
+        for after, _ in node.next_functions:
+            if after is not None:
+                waits[after] -= 1
+                ready += [after] if not waits[after] else []
+    return n
+
+
+@pytest.mark.parametrize(
+    ("options", "has_choice"),
+    [
+        ({}, False),
+        ({"dependencies": False, "backward_seed": 1}, False),
+        ({"dependencies": False, "backward_order": ps.schedule("gpipe", 3, 4)}, False),
+        ({"dependencies": False}, True),
+    ],
+)  # fmt: skip
+def test_the_engine_has_a_choice_only_without_dependencies(
+    options: dict[str, Any], has_choice: bool
+) -> None:
+    """Elsewhere the graph is a chain, whose order is imposed."""
+    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+    model = px.GPipe(layers, [1] * 3, devices=["cpu"] * 3, chunks=4, **options)
+    assert (n_choices(model(torch.ones(4, 1))) > 0) == has_choice
 
 
 def test_a_schedule_may_list_recomputes() -> None:
