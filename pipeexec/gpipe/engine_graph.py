@@ -103,8 +103,8 @@ def link_engine(
             for i, j in cells:
                 if j > first:
                     ends[i] = node(None, j, ends[i])  # wait
-            made = [threads[devices[j]].submit(node, (Op.B, i, j), j, ends[i]) for i, j in cells]
-            for (i, j), future in zip(cells, made, strict=True):
+            layers = [threads[devices[j]].submit(node, (Op.B, i, j), j, ends[i]) for i, j in cells]
+            for (i, j), future in zip(cells, layers, strict=True):
                 ends[i] = future.result()
                 if j < last:
                     ends[i] = node(None, j, ends[i])  # wait

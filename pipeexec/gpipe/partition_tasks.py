@@ -77,7 +77,7 @@ class CallTensors:
         self._seed, self.again = seed, again
         self.settings = thread_settings()
         # By operation (F or B), micro-batch and partition: what the caller gives, until taken.
-        self._given: dict[tuple[Op, int, int], SlotTensors] = {}
+        self._call_inputs: dict[tuple[Op, int, int], SlotTensors] = {}
         # By task: results that no message, or what a message brought that no task, has taken.
         self._results: dict[int, SlotTensors] = {}
         # By micro-batch and partition: whether the input is one tensor, the forms of inputs and
@@ -90,7 +90,7 @@ class CallTensors:
 
     def put_microbatch(self, i: int, tensors: Sequence[Tensor], atomic: bool) -> None:
         """Put the input of micro-batch ``i``: one tensor if it is ``atomic``, else a tuple."""
-        self._given[Op.F, i, 0] = dict(enumerate(tensors))
+        self._call_inputs[Op.F, i, 0] = dict(enumerate(tensors))
         self._is_atomic[i, 0] = atomic
 
     def put_gradients(self, i: int, gradients: Iterable[Tensor | None], stream: Stream) -> None:
@@ -98,7 +98,7 @@ class CallTensors:
         tensors: SlotTensors = {k: x for k, x in enumerate(gradients) if x is not None}
         last = len(self.runtime.stages) - 1
         transfer.receive(tuple(tensors.values()), self.runtime.devices[last], stream)
-        self._given[Op.B, i, last] = tensors
+        self._call_inputs[Op.B, i, last] = tensors
 
     def pop_result(self, op: Op, i: int, j: int) -> SlotTensors:
         """Return and remove the result of a task that no message takes."""
@@ -128,7 +128,7 @@ class CallTensors:
         for stage in self.runtime.stages:
             for i in range(len(self.recomputed)):
                 stage.forget(self.key(i))
-        for table in (self._given, self._results, self.forms, self.random_states):
+        for table in (self._call_inputs, self._results, self.forms, self.random_states):
             table.clear()
 
     # What tasks take and keep
@@ -139,7 +139,7 @@ class CallTensors:
 
     def pop_inputs(self, op: Op, i: int, j: int) -> SlotTensors:
         """Return and remove the inputs of F or B: those of the caller, or of messages."""
-        inputs = self._given.pop((op, i, j), {})
+        inputs = self._call_inputs.pop((op, i, j), {})
         for recv in self.plan.received[op, i, j]:
             inputs.update(self._results.pop(recv.id))
         return inputs
