@@ -18,6 +18,7 @@ from on_gpu.report import Report
 from pipeexec.demo_models.image_models import unet
 from pipeexec.validation.accuracy import Row
 from pipeexec.validation.result import Validation
+from pipesim.ops import Op
 
 #: Largest error of the makespan.
 TARGET = 0.05
@@ -68,6 +69,38 @@ def gpipe(bench: Bench, report: Report) -> None:
             line += f", gain {gain:.3f} (predicted {values['gain_predicted']:.3f})"
         report.time(abs(values["error"]) <= TARGET, line)
     bench.keep(validation, "ablation", slices=n, link=LINK.to_dict())
+    engine_orders(models["none"], bench, report, inputs, targets)
+
+
+def engine_orders(
+    model: px.GPipe, bench: Bench, report: Report, inputs: Tensor, targets: Tensor
+) -> None:
+    """Run steps without dependencies; say how many orders of R and B torch's engine took."""
+    predicted, orders, makespans = _backward_order(model.graph(len(inputs))), [], []
+    for _ in range(bench.pick(20, 3)):
+        nn.functional.mse_loss(model(inputs), targets.to(model.devices[-1])).backward()
+        timeline = model.timeline()
+        orders.append(_backward_order(timeline.graph))
+        makespans.append(timeline.makespan)
+    model.zero_grad()
+    fastest, median, slowest = np.quantile(makespans, [0, 0.5, 1])
+    report.record(
+        "engine-orders", steps=len(orders), orders=len(set(orders)),
+        as_on_a_cpu=orders.count(predicted), fastest=fastest, median=median, slowest=slowest,
+        most_frequent=max(orders, key=orders.count),
+    )  # fmt: skip
+    report.add(
+        f"{len(orders)} steps without dependencies: {len(set(orders))} orders, "
+        f"{orders.count(predicted)} as on a CPU, {fastest * 1e3:.2f} to {slowest * 1e3:.2f} ms"
+    )
+
+
+def _backward_order(graph: ps.TaskGraph) -> str:
+    """Return R and B of each device, in order, as text."""
+    computes = [queue for (_, name), queue in zip(graph.streams, graph.queues, strict=True)
+                if name == "compute"]  # fmt: skip
+    kinds = [[t for t in queue.tolist() if graph.op[t] in (Op.R, Op.B)] for queue in computes]
+    return ", ".join(" ".join(str(graph.task(t)) for t in tasks) for tasks in kinds)
 
 
 def _rows(validation: Validation) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -176,6 +176,7 @@ _TITLES = {
     "gradients": "Gradients against the unsplit model's, relative to the largest of a parameter",
     "overlap": "Copies beside compute: share of SENDs' time hidden, and makespan (s)",
     "gpipe": "The GPipe module's mechanisms (s)",
+    "engine-orders": "Orders that torch's engine takes without dependencies, and makespans (s)",
     "host": "Host time a task (us), stages that do nothing",
     "peers": "Steps of other runtimes on the same streams (s)",
     "memory": "Memory of the GPU (bytes)",
