@@ -4,14 +4,14 @@ The nodes are those of torchgpipe without fork and join between micro-batches (a
 section 3.2.1). They carry phony tensors in place of gradients, and issue tasks of the executor in
 place of kernels. A micro-batch has in each partition::
 
-    copy ──> wait ──> B ──> wait ──> fork ──> join
-                                       └─> R ──┘
+    Copy ──> Wait ──> Layers ──> Wait ──> Fork ──> Join
+                                            └─> Recompute
 
-The copy and the first wait are missing in the first partition, the second wait in the last; fork, R
-and join where nothing is recomputed. The engine runs the newest ready node of a thread. A node is
-as new as the nodes that its thread made before: B are made by a thread a device, which each forward
-starts anew, all others by the caller's. So the first steps of a process may have another order than
-later ones.
+Layers issues B, and Recompute R. Copy and the first Wait are missing in the first partition, the
+second Wait in the last; Fork, Recompute and Join where nothing is recomputed. The engine runs the
+newest ready node of a thread. A node is as new as the nodes that its thread made before: Layers are
+made by a thread a device, which each forward starts anew, all others by the caller's. So the first
+steps of a process may have another order than later ones.
 
 The phony tensors are on the devices of the partitions. On several GPUs the engine has a thread
 each, and these threads race.
@@ -28,30 +28,38 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pipeexec.gpipe.backward_order import (
-    PartitionTask,
-    TaskIssuer,
-    check_first_derivative,
-    clock_cycles,
-)
+from pipeexec.gpipe.backward_order import TaskIssuer, check_first_derivative, clock_cycles
 from pipesim.ops import Op
 
 
 class _Node(Function):
-    """A node of one device that issues at most one task; its phonies tie it to other nodes."""
+    """A node of one micro-batch in one partition; its phonies tie it to other nodes."""
+
+    n_outputs = 1
+    op: Op | None = None  # of the task that it issues
+
+    @classmethod
+    def append(
+        cls, issuer: TaskIssuer, device: torch.device, i: int, j: int, *phonies: Tensor
+    ) -> Any:
+        """Return the phonies of a new node, on ``device``; it takes the given ones."""
+        return cls.apply(issuer, cls.n_outputs, cls.op, device, i, j, *phonies)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def forward(
         ctx: Any,
         issuer: TaskIssuer,
-        task: PartitionTask | None,
-        device: torch.device,
         n_outputs: int,
+        op: Op | None,
+        device: torch.device,
+        i: int,
+        j: int,
         *phonies: Tensor,
     ) -> Any:
-        ctx.issuer, ctx.task, ctx.n_inputs = issuer, task, len(phonies)
+        ctx.issuer, ctx.op, ctx.microbatch, ctx.partition = issuer, op, i, j
         # A GPU's thread of the engine issues the tasks of its GPU; see `TaskIssuer` for the CPU's.
         ctx.is_direct = device.type != "cpu"
+        ctx.n_phonies = len(phonies)
         ctx.set_materialize_grads(False)
         outputs = tuple(torch.empty(0, device=device) for _ in range(n_outputs))
         return outputs if n_outputs > 1 else outputs[0]
@@ -59,12 +67,47 @@ class _Node(Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         check_first_derivative()
-        if ctx.task is not None:
+        if ctx.op is not None:
+            task = ctx.op, ctx.microbatch, ctx.partition
             if ctx.is_direct:
-                ctx.issuer.backward.issue(*ctx.task)
+                ctx.issuer.backward.issue(*task)
             else:
-                ctx.issuer.issue_or_queue([ctx.task])
-        return (None,) * (4 + ctx.n_inputs)
+                ctx.issuer.issue_or_queue([task])
+        return (None,) * (6 + ctx.n_phonies)
+
+
+class Copy(_Node):
+    """A message to this partition."""
+
+
+class Wait(_Node):
+    """A stream that waits for another."""
+
+
+class Layers(_Node):
+    """The layers: issues B."""
+
+    op = Op.B
+
+
+class Recompute(_Node):
+    """The layers again: issues R."""
+
+    op = Op.R
+
+
+class Fork(_Node):
+    """The origin of a phony for `Recompute`."""
+
+    n_outputs = 2
+
+
+class Join(_Node):
+    """The end of a phony: what comes before it in the backward is issued before `Layers`."""
+
+
+class Gather(_Node):
+    """All micro-batches of a mini-batch."""
 
 
 def link_engine(
@@ -86,8 +129,8 @@ def link_engine(
         Device of each partition.
     """
 
-    def node(task: PartitionTask | None, j: int, *phonies: Tensor, n_outputs: int = 1) -> Any:
-        return _Node.apply(issuer, task, devices[j], n_outputs, *phonies)  # type: ignore[no-untyped-call]
+    def node(kind: type[_Node], i: int, j: int, *phonies: Tensor) -> Any:
+        return kind.append(issuer, devices[j], i, j, *phonies)
 
     m, first, last = len(recomputed), tracked[0], tracked[-1]
     ends = [phony] * m  # of each micro-batch
@@ -97,19 +140,17 @@ def link_engine(
         }
         for cycle in clock_cycles(m, last + 1):
             cells = [(i, j) for i, j in cycle if j in tracked]
-            for i, j in cells:
-                if j > first:
-                    ends[i] = node(None, j, ends[i])  # copy
-            for i, j in cells:
-                if j > first:
-                    ends[i] = node(None, j, ends[i])  # wait
-            layers = [threads[devices[j]].submit(node, (Op.B, i, j), j, ends[i]) for i, j in cells]
+            for kind in (Copy, Wait):
+                for i, j in cells:
+                    if j > first:
+                        ends[i] = node(kind, i, j, ends[i])
+            layers = [threads[devices[j]].submit(node, Layers, i, j, ends[i]) for i, j in cells]
             for (i, j), future in zip(cells, layers, strict=True):
                 ends[i] = future.result()
                 if j < last:
-                    ends[i] = node(None, j, ends[i])  # wait
+                    ends[i] = node(Wait, i, j, ends[i])
                 if recomputed[i]:
-                    ends[i], fork = node(None, j, ends[i], n_outputs=2)
-                    ends[i] = node(None, j, ends[i], node((Op.R, i, j), j, fork))  # join
-    last_node: Tensor = node(None, last, *ends)
+                    ends[i], fork = node(Fork, i, j, ends[i])
+                    ends[i] = node(Join, i, j, ends[i], node(Recompute, i, j, fork))
+    last_node: Tensor = node(Gather, -1, last, *ends)
     return last_node

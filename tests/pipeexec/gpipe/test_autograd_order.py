@@ -81,7 +81,8 @@ def test_a_module_runs_it(case: dict[str, Any]) -> None:
         nn.Sequential(*(nn.Linear(1, 1) for _ in range(n))), [1] * n, devices=["cpu"] * n, chunks=m,
         checkpoint=case["checkpoint"], dependencies=False, threads=False,
     )  # fmt: skip
-    model(torch.ones(m, 1)).sum().backward()
+    for _ in range(2):  # the first step of a process may have another order
+        model(torch.ones(m, 1)).sum().backward()
     assert model._last_call is not None
     issued = [f"{j}{op.name}{i}" for op, j, i in model._last_call.order]
     assert " ".join(issued) == case["order"]
