@@ -13,7 +13,7 @@ from time import perf_counter, sleep
 import torch
 
 from pipeexec.devices.device import NamedStreams, Values
-from pipeexec.devices.streams import Event, Stream, Work
+from pipeexec.devices.streams import Begin, Event, Stream, Work
 
 
 class CudaDevice(NamedStreams):
@@ -238,13 +238,13 @@ class CudaStream:
         event = self.make_event()
         return event, partial(event.record, self.stream)
 
-    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CudaEvent, CudaEvent]:
-        """Launch the kernels of ``work`` after ``events``; return the events around it."""
+    def run(self, work: Work, events: Sequence[Event], begin: Begin) -> CudaEvent:
+        """Launch the kernels of ``work`` after ``events``; return the event after it."""
         for event in events:
             self.wait_event(event)
-        start = self.record()
+        begin(self.record())
         self.submit(work)
-        return start, self.record()
+        return self.record()
 
     def synchronize(self) -> None:
         """Block the caller until everything has run."""

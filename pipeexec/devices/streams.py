@@ -21,6 +21,8 @@ from pipeexec.process_end import end_thread_with_process
 
 #: A piece of work of a stream.
 Work = Callable[[], object]
+#: A function that takes the event before a piece of work.
+Begin = Callable[["Event"], object]
 
 
 class Event(Protocol):
@@ -61,10 +63,11 @@ class Stream(Protocol):
         """
         ...
 
-    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[Event, Event]:
+    def run(self, work: Work, events: Sequence[Event], begin: Begin) -> Event:
         """Run ``work`` after everything submitted before, and after ``events``.
 
-        Returns the events right before it, and right after it.
+        Returns the event right after it. ``begin`` gets the event right before it, and is called
+        before the host starts the work.
         """
         ...
 
@@ -190,13 +193,14 @@ class CpuStream(_CpuEvents):
         if event.time is None:
             self._queue.put(partial(self._block, event))
 
-    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
+    def run(self, work: Work, events: Sequence[Event], begin: Begin) -> CpuEvent:
         """Run ``work`` after everything submitted before and ``events``, as one piece of work."""
         for event in events:
             self.wait_event(event)
         start, end = CpuEvent(), CpuEvent()
+        begin(start)
         self._queue.put(partial(_run_between, start, work, end))
-        return start, end
+        return end
 
     def synchronize(self) -> None:
         """Block the caller until everything has run; raise the first exception of its work."""
@@ -295,15 +299,16 @@ class InlineStream(_CpuEvents):
             self._queue.append(event)
             self._advance()
 
-    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
+    def run(self, work: Work, events: Sequence[Event], begin: Begin) -> CpuEvent:
         """Run ``work`` after everything submitted before and ``events``, as one piece of work."""
         for event in events:
             assert isinstance(event, CpuEvent)
             if event.time is None:
                 self._queue.append(event)
         start, end = CpuEvent(), CpuEvent()
+        begin(start)
         self.submit(partial(_run_between, start, work, end))
-        return start, end
+        return end
 
     def synchronize(self) -> None:
         """Block the caller until everything has run; raise the first exception of its work."""
@@ -333,14 +338,14 @@ class CallerStream(_CpuEvents):
         """Wait for ``event``."""
         wait_for(event)
 
-    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
-        """Run ``work`` once ``events`` are set; return the events around it."""
+    def run(self, work: Work, events: Sequence[Event], begin: Begin) -> CpuEvent:
+        """Run ``work`` once ``events`` are set; return the event after it."""
         for event in events:
             if not event.is_set():
                 self.wait_event(event)
-        start = CpuEvent.now()
+        begin(CpuEvent.now())
         work()
-        return start, CpuEvent.now()
+        return CpuEvent.now()
 
     def synchronize(self) -> None:
         """Do nothing: all work is done."""

@@ -365,8 +365,11 @@ class Step:
             if task.remote is not None:
                 self._submit_remote(task, waits)
                 continue
-            work = partial(self._run_handler, task, task.handler, True)
-            start_events[task.id], end_events[task.id] = stream.run(work, waits)  # type: ignore[arg-type]  # issued before
+            end_events[task.id] = stream.run(
+                partial(self._run_handler, task, task.handler, True),
+                waits,  # type: ignore[arg-type]  # issued before
+                partial(start_events.__setitem__, task.id),
+            )
 
     def _submit_remote(self, task: PlannedTask, waits: Iterable[Event | None]) -> None:
         """Submit a task with a remote part: a message, a collective, or a flight-recorder slot."""

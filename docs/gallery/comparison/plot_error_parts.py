@@ -3,10 +3,9 @@ Parts of a prediction's error
 =============================
 
 Errors of predicted steps in their parts (Shapley values, which sum to the error), for four
-measured-like steps: simulations with a known disturbance. Each has one cause: all backwards 10 %
-longer, tasks that vary by 10 %, links at half the bandwidth, or a host that takes 0.9 ms to issue
-a task. Look at the colours: each disturbance is found in its own part, and tasks that vary have
-other means, too.
+measured-like steps: simulations with one disturbance each. All backwards take 10 % longer, tasks
+vary by 10 %, links have half the bandwidth, or a host takes 0.9 ms to issue a task. Look at the
+colours: each disturbance is in its own part, and tasks that vary have other means, too.
 """
 
 from dataclasses import replace

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from small_pipelines import call_within
 
-from pipeexec.devices.streams import CallerStream, CpuEvent, CpuStream, InlineStream, Stream
+from pipeexec.devices.streams import CallerStream, CpuEvent, CpuStream, Event, InlineStream, Stream
 
 #: Long compared with a hand-over, so that a consumer that does not wait is detected.
 NAP = 0.05
@@ -254,20 +254,27 @@ def test_an_event_that_passes_while_it_is_waited_for(make: Callable[[str], Strea
     assert len(count) == 2000
 
 
+def run_between(stream: Stream, work: Callable[[], object], *events: Event) -> tuple[Event, Event]:
+    """Run work on a stream; return the events before and after it."""
+    starts: list[Event] = []
+    end = stream.run(work, events, starts.append)
+    return starts[0], end
+
+
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_work_is_run_between_its_events(
     first: str, second: str, make: Callable[[str], Stream]
 ) -> None:
     """Work starts after slow dependencies too; work that follows an error runs."""
     one, other, ran = make(first), make(second), []
-    slow = one.run(lambda: (time.sleep(NAP), ran.append("slow")))
-    began, ended = other.run(lambda: ran.append("behind"), [slow[1]])
+    slow = run_between(one, lambda: (time.sleep(NAP), ran.append("slow")))
+    began, ended = run_between(other, lambda: ran.append("behind"), slow[1])
     call_within(10, other.synchronize)
     assert ran == ["slow", "behind"]
     assert slow[1].seconds_since(slow[0]) >= NAP
     assert began.seconds_since(slow[1]) >= 0 <= ended.seconds_since(began)
-    failed = other.run(lambda: 1 / 0)
-    after = other.run(lambda: ran.append("after"), [failed[1]])
+    failed = run_between(other, lambda: 1 / 0)
+    after = run_between(other, lambda: ran.append("after"), failed[1])
     assert after[1].wait(10)
     with pytest.raises(ZeroDivisionError):
         other.synchronize()
@@ -277,10 +284,11 @@ def test_work_is_run_between_its_events(
 def test_a_stream_that_is_its_caller_waits_for_what_work_needs(
     make: Callable[[str], Stream],
 ) -> None:
-    """The caller waits, and then does the work."""
-    _, slow = make("worker").run(lambda: time.sleep(NAP))
-    began, ended = CallerStream().run(lambda: None, [slow])
-    assert 0 <= began.seconds_since(slow) <= ended.seconds_since(slow)
+    """The caller waits, and then does the work; who asks knows that it has starts."""
+    _, slow = run_between(make("worker"), lambda: time.sleep(NAP))
+    starts: list[Event] = []
+    end = CallerStream().run(lambda: starts.append(starts[0]), [slow], starts.append)
+    assert 0 <= starts[1].seconds_since(slow) <= end.seconds_since(slow)
 
 
 def test_work_that_comes_as_a_stream_stops_running_is_run() -> None:

@@ -204,7 +204,7 @@ CASES = {
         lambda _: {"evaluation": [PAIR]},
     ),
     "objects that are no mapping": Case(
-        train, {"batches": [PAIR], "objects": [1]}, r"give for example \{'average'",
+        train, {"batches": [PAIR], "objects": [1]}, r"such as \{'average'",
         lambda _: {"objects": {"average": nn.Linear(1, 1)}},
     ),
 }  # fmt: skip

@@ -86,7 +86,10 @@ def test_races_of_torchs_runtime_would_be_seen(
 def test_the_table_of_the_ablation_has_gains(gpu_script: ModuleType, tmp_path: Path) -> None:
     """Over the row above, for each but the first; the figure names them."""
     assert gpu_script.run_here("gpipe", tmp_path, dry=True) == 0
-    rows = [json.loads(line) for line in (tmp_path / "gpipe.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "gpipe.jsonl").read_text().splitlines()
+    *rows, orders = [json.loads(line) for line in lines]
+    assert (orders["kind"], orders["steps"]) == ("engine-orders", 3)
+    assert 1 <= orders["orders"] <= 3
     assert [row["row"] for row in rows] == ["none", "+ dependency", "+ streams", "+ portals"]
     for above, row in pairwise(rows):
         for kind in ("predicted", "measured"):
