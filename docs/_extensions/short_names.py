@@ -19,8 +19,6 @@ from sphinx.util.nodes import make_refnode
 
 #: How the packages are imported in examples.
 SHORT = {"ps.": "pipesim.", "px.": "pipeexec."}
-#: Attributes of timelines whose classes have pages.
-ACCESSORS = ("memory", "plot", "why")
 
 
 def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
@@ -31,7 +29,7 @@ def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     for short, full in SHORT.items():
         if target.startswith(short):
             target = full + target.removeprefix(short)
-    for accessor in ACCESSORS:
+    for accessor in ("memory", "plot", "why"):  # their classes have pages
         target = target.replace(f"Timeline.{accessor}.", f"Timeline{accessor.title()}.")
     objects = env.domains["py"].objects
     names = [name for name in objects if name == target or name.endswith(f".{target}")]
@@ -97,18 +95,32 @@ def without_checks(app: Any, what: Any, name: str, obj: Any, options: Any, *sign
     return tuple(text and ANNOTATED.sub(r"\1", text) for text in signature)
 
 
-def source_module(app: Any, module: str, name: str) -> str | None:
-    """Return the module whose source has a name; of an accessor, one that has not.
+#: A link from a page of source code to the page of an object.
+SOURCE_LINK = re.compile(r'(href="[./]*(reference/generated/[^"#]+)\.html#)([^"]+)"')
 
-    The source of the accessor's class then links to the page of the class.
+
+def correct_anchors(app: Any, page: str, template: Any, context: dict[str, Any], *_: Any) -> None:
+    """Correct the links of a page of source code, whose objects may be named by several rooms.
+
+    Sphinx names all objects of a file by the module of the first one that it meets.
     """
-    owner, _, attribute = name.rpartition(".")
-    return module if owner and attribute in ACCESSORS else None
+    if not page.startswith("_modules/") or "body" not in context:
+        return
+    names: dict[str, list[str]] = {}
+    for name, entry in app.env.domains["py"].objects.items():
+        names.setdefault(entry.docname, []).append(name)
+
+    def correct(link: re.Match[str]) -> str:
+        known = set(_suffixes(link[3]))
+        best = max(names.get(link[2], [link[3]]), key=lambda x: len(known & set(_suffixes(x))))
+        return f'{link[1]}{best}"'
+
+    context["body"] = SOURCE_LINK.sub(correct, context["body"])
 
 
 def setup(app: Any) -> dict[str, Any]:
     """Connect the lookup to the build."""
     app.connect("missing-reference", resolve)
     app.connect("autodoc-process-signature", without_checks)
-    app.connect("viewcode-follow-imported", source_module)
+    app.connect("html-page-context", correct_anchors)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
