@@ -21,12 +21,11 @@ from pipeexec.stages.stage import Stage
 #: What is timed: whose function, and the part of the time that it is.
 PARTS: Sequence[tuple[Any, str, str]] = [
     (CpuStream, "wait_event", "issue: waits"),
-    (CpuStream, "record", "issue: record"),
-    (CpuStream, "submit", "issue: submit"),
+    (CpuStream, "run", "issue: run"),
     (InlineStream, "wait_event", "issue: waits"),
-    (InlineStream, "record", "issue: record"),
-    (InlineStream, "submit", "issue: submit"),
-    (Step, "walk", "issue: loop"),
+    (InlineStream, "run", "issue: run"),
+    (InlineStream, "submit", "issue: run"),
+    (Step, "issue", "issue: loop"),
     (Step, "_wait", "host idle"),
     (Step, "_run_handler", "task's function and guard"),
     (StepInputs, "random_seed", "seeds"),
