@@ -1,8 +1,8 @@
 """Run the tasks of a `pipeexec.GPipe` on tensors: forward, recompute, backward, send, receive.
 
 The executor's steps run them (`pipeexec.executor.step`). A task takes the tensors that messages
-brought, and keeps its results until messages take them; each is named by the number of an output or
-by its skip.
+brought, and keeps its results until messages take them. A tensor is named by the number of an
+output, or by its skip.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CallTensors:
         self._results: dict[int, SlotTensors] = {}
         # By micro-batch and partition: whether the input is one tensor, the forms of inputs and
         # outputs, and the state of the random generator before the forward.
-        self._is_atomic: dict[tuple[int, int], bool] = {}
+        self.is_atomic: dict[tuple[int, int], bool] = {}
         self.forms: dict[tuple[int, int], tuple[Form, Form]] = {}
         self.random_states: dict[tuple[int, int], Tensor] = {}
 
@@ -91,7 +91,7 @@ class CallTensors:
     def put_microbatch(self, i: int, tensors: Sequence[Tensor], atomic: bool) -> None:
         """Put the input of micro-batch ``i``: one tensor if it is ``atomic``, else a tuple."""
         self._call_inputs[Op.F, i, 0] = dict(enumerate(tensors))
-        self._is_atomic[i, 0] = atomic
+        self.is_atomic[i, 0] = atomic
 
     def put_gradients(self, i: int, gradients: Iterable[Tensor | None], stream: Stream) -> None:
         """Put the gradients of a micro-batch's outputs; ``stream`` computes with them."""
@@ -106,7 +106,7 @@ class CallTensors:
 
     def pop_is_atomic(self, i: int) -> bool:
         """Return whether the output of a micro-batch is one tensor, and forget it."""
-        return self._is_atomic.pop((i, len(self.runtime.stages)))
+        return self.is_atomic.pop((i, len(self.runtime.stages)))
 
     def drop_results(self) -> None:
         """Drop results that no task takes: gradients of inputs that need none."""
@@ -144,24 +144,8 @@ class CallTensors:
             inputs.update(self._results.pop(recv.id))
         return inputs
 
-    def pop_form(self, i: int, j: int, inputs: SlotTensors) -> Form:
-        """Return the form of a forward's inputs."""
-        skips = tuple(key for key in self.runtime.partitions[j].popped_skips if key in inputs)
-        n = sum(isinstance(slot, int) for slot in inputs)
-        return Form(self._is_atomic.pop((i, j)), n, skips)
-
-    def put_outputs(
-        self, task: PlannedTask, forms: tuple[Form, Form], outputs: Values, passed: SlotTensors
-    ) -> None:
-        """Keep the outputs of a forward, and the skips that it has ``passed`` on."""
-        i, j = task.microbatch, task.stage.index
-        self._is_atomic[i, j + 1] = forms[1].is_atomic
-        if j in self.tracked:
-            self.forms[i, j] = forms
-        self.put_result(task.id, forms[1], outputs, passed)
-
     def put_result(self, task: int, form: Form, values: Values, passed: SlotTensors) -> None:
-        """Keep ``values`` by the slots of their form; None is no tensor."""
+        """Keep ``values`` by the slots of their form, and skips that are ``passed`` on."""
         own = {k: x for k, x in zip(form.slots, values, strict=True) if x is not None}
         self._results[task] = passed | own
 
@@ -212,14 +196,19 @@ class Partitions(StepPart):
         call: CallTensors = step.state[self]
         i, j = task.microbatch, task.stage.index
         inputs = call.pop_inputs(Op.F, i, j)
-        form = call.pop_form(i, j, inputs)
-        tensors = tuple(inputs.pop(slot) for slot in form.slots)
         partition = call.runtime.partitions[j]
+        skips = tuple(key for key in partition.popped_skips if key in inputs)
+        n = sum(isinstance(slot, int) for slot in inputs)
+        form = Form(call.is_atomic.pop((i, j)), n, skips)
+        tensors = tuple(inputs.pop(slot) for slot in form.slots)
         with call.runtime.locks[j], call.settings(), recomputing(call.again is not None):
             partition.forms.inputs = form
             outputs = self._run_layers(call, i, j, tensors)
-            forms = form, partition.forms.outputs
-        call.put_outputs(task, forms, outputs, inputs)
+            output_form = partition.forms.outputs
+        call.is_atomic[i, j + 1] = output_form.is_atomic
+        if j in call.tracked:
+            call.forms[i, j] = form, output_form
+        call.put_result(task.id, output_form, outputs, inputs)
 
     def _run_layers(self, call: CallTensors, i: int, j: int, tensors: tuple[Tensor, ...]) -> Values:
         """Return the outputs of a partition's layers, then the skips that they stash."""

@@ -206,7 +206,7 @@ def _of_class(hint: Any, advice: str = "") -> Check | None:
 
 
 def _described(name: str, value: Any, kind: type, wanted: str) -> Any:
-    if isinstance(value, kind) and value not in ("", []):
+    if isinstance(value, kind) and value != "":
         return value
     raise wrong_type(name, wanted, value)
 
