@@ -35,7 +35,7 @@ def main() -> None:
     order = ["0F0", *(f"(0F{k + 1};0B{k})OVERLAP_F_B" for k in range(3)), "0B3"]
     schedule = ps.Schedule.from_orders([order])
     graph = ps.lower(schedule, n_replicas=2, expert_layers=2)
-    segments = [str(graph.task(k)) for k in range(len(graph)) if graph.replica[k] == 0]
+    segments = [str(task) for task in graph if task.replica == 0]
     print(*[name for name in segments if name.startswith(("0F1", "0B0"))])
 
     optimizer = sgd(whole.parameters())

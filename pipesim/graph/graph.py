@@ -45,7 +45,10 @@ from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.host_memory import check_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import networkx  # type: ignore[import-untyped]
+    import pandas as pd
 
     from pipesim.plot.dependency_plot import dependencies
     from pipesim.plot.page.save import item_to_html
@@ -117,8 +120,10 @@ class TaskGraph:
     <TaskGraph gpipe: 18 tasks, 2 devices, 2 stages, 2 micro-batches, recompute=never>
     >>> graph.streams[:3]
     ((0, 'compute'), (0, 'send:1'), (0, 'recv:1'))
-    >>> str(graph.task(4)), [str(graph.task(k)) for k in graph.dependencies[4]]
+    >>> str(graph[4]), [str(graph[k]) for k in graph.dependencies[4]]
     ('1F0', ['1RECV_F0'])
+    >>> " ".join(str(task) for task in graph if task.device == 1)
+    '1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0 1STEP'
     """
 
     name: str
@@ -386,6 +391,12 @@ class TaskGraph:
     def __len__(self) -> int:
         return len(self.kind)
 
+    def __iter__(self) -> Iterator[Task]:
+        return map(self.task, range(len(self)))
+
+    def __getitem__(self, index: int) -> Task:
+        return self.task(index)
+
     def __repr__(self) -> str:
         replicas = f"{self.n_replicas} replicas, " if self.n_replicas > 1 else ""
         return (
@@ -442,8 +453,51 @@ class TaskGraph:
         group[self.collectives.values] = self.collectives.rows
         return group
 
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The tasks, one row each, indexed by task id.
+
+        Columns: ``device``, ``stream``, ``op``, ``stage``, ``microbatch`` (-1 for operations on a
+        whole stage). `Timeline.frame` has times and bytes too.
+
+        Further columns, each only if the graph has such tasks:
+
+        - ``replica``;
+        - ``overlapped``: 1 for the halves of overlapped actions;
+        - ``peer_stage``: the stage at the other end of a message of skip connections, else -1;
+        - ``part``: the bucket of a REDUCE_GRAD, or the exchange of an ALL_TO_ALL, else -1.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> print(ps.lower(ps.schedule("gpipe", 2, 2)).frame.query("device == 1").head(3))
+              device   stream      op  stage  microbatch
+        task
+        2          1   recv:0  RECV_F      1           0
+        4          1  compute       F      1           0
+        6          1   recv:0  RECV_F      1           1
+        """
+        from pipesim.utils.packages import pandas as pd
+
+        columns = {
+            "device": self.device,
+            "stream": np.array([name for _, name in self.streams], dtype=object)[self.stream],
+            "op": np.array([op.name for op in Op], dtype=object)[self.op],
+            "stage": self.stage,
+            "microbatch": self.microbatch,
+        }
+        if self.n_replicas > 1:
+            columns["replica"] = self.replica
+        if self.kinds.overlapped.any():
+            columns["overlapped"] = self.kinds.overlapped[self.kind]
+        if (self.kinds.peer_stage >= 0).any():
+            columns["peer_stage"] = self.peer_stage
+        if (self.kinds.part >= 0).any():
+            columns["part"] = self.part
+        return pd.DataFrame(columns, index=pd.RangeIndex(len(self), name="task"))
+
     def task(self, index: int) -> Task:
-        """Return a view of one task.
+        """Return a view of one task, as ``graph[index]`` does; a graph iterates over all.
 
         Parameters
         ----------

@@ -285,15 +285,7 @@ class Timeline:
     def frame(self) -> pd.DataFrame:
         """The tasks that started, one row each, indexed by task id.
 
-        Columns: ``device``, ``stream``, ``op``, ``stage``, ``microbatch`` (-1 for operations on a
-        whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages).
-
-        Further columns, each only if the graph has such tasks:
-
-        - ``replica``;
-        - ``overlapped``: 1 for the halves of overlapped actions;
-        - ``peer_stage``: the stage at the other end of a message of skip connections, else -1;
-        - ``part``: the bucket of a REDUCE_GRAD, or the exchange of an ALL_TO_ALL, else -1.
+        Columns: those of `TaskGraph.frame`, and ``start``, ``end`` (s), ``nbytes`` (of messages).
         """
         frame = self.all_rows()
         return frame[frame["start"].notna()]
@@ -317,30 +309,10 @@ class Timeline:
         0          F      0           0    0.0  1.0
         1     SEND_F      0           0    1.0  1.0
         """
-        from pipesim.utils.packages import pandas as pd
-
-        graph = self.graph
-        names = np.array([op.name for op in Op], dtype=object)
-        streams = np.array([name for _, name in graph.streams], dtype=object)
-        columns = {
-            "device": graph.device,
-            "stream": streams[graph.stream],
-            "op": names[graph.op],
-            "stage": graph.stage,
-            "microbatch": graph.microbatch,
-            "start": self.start,
-            "end": self.end,
-            "nbytes": self.nbytes,
-        }
-        if graph.n_replicas > 1:
-            columns["replica"] = graph.replica
-        if graph.kinds.overlapped.any():
-            columns["overlapped"] = graph.kinds.overlapped[graph.kind]
-        if (graph.kinds.peer_stage >= 0).any():
-            columns["peer_stage"] = graph.peer_stage
-        if (graph.kinds.part >= 0).any():
-            columns["part"] = graph.part
-        return pd.DataFrame(columns, index=pd.RangeIndex(len(graph), name="task"))
+        frame = self.graph.frame
+        for name in ("start", "end", "nbytes"):
+            frame.insert(COLUMNS.index(name), name, getattr(self, name))
+        return frame
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         """Return all tasks as a PyCapsule of Arrow, with the columns of `save`.

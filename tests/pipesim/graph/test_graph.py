@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules import dependencies
 from strategies import graphs
@@ -66,6 +66,23 @@ def test_stages_of_one_device_hand_over_for_free() -> None:
     assert [str(graph.task(t)) for t in range(len(graph))] == ["0F0", "1F0", "1B0", "0B0"]
     assert graph.dependencies[1].tolist() == [0]
     assert sorted(graph.dependencies[3].tolist()) == [0, 2]
+
+
+@settings(max_examples=20)
+@given(graphs())
+def test_tasks_and_rows(graph: ps.TaskGraph) -> None:
+    """A graph iterates over the tasks of its frame, which has the rows of a timeline's."""
+    frame = graph.frame
+    assert [task.id for task in graph] == frame.index.tolist()
+    for name in ("device", "stream", "stage"):
+        assert [getattr(task, name) for task in graph] == frame[name].tolist()
+    assert [task.op.name for task in graph] == frame["op"].tolist()
+    assert [-1 if t.microbatch is None else t.microbatch for t in graph] == list(
+        frame["microbatch"]
+    )
+    assert [graph[k] for k in range(len(graph))] == list(graph)
+    times = ps.Timeline(graph, *np.zeros((3, len(graph)))).all_rows()
+    assert times.drop(columns=["start", "end", "nbytes"]).equals(frame)
 
 
 @given(graphs())
