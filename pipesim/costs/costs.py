@@ -177,7 +177,8 @@ class Costs(CostFields):
         Bytes of uneven exchanges, used instead of ``key_bytes`` and ``vector_bytes``: a mapping
         from stage to a mapping from exchange (`pipesim.ops.EXCHANGES`) to a matrix of shape
         ``(n_replicas, n_replicas)``, whose row ``i`` is sent by replica ``i``, such as
-        ``{0: keys.exchange_bytes(4, dim=64)}`` of `pipesim.Keys`. Kept as tuples. None for none.
+        ``{0: keys.exchange_bytes(4, dim=64)}`` of `pipesim.Keys`. The diagonal is not sent, and not
+        among the bytes of the timeline. Kept as tuples. None for none.
     buckets
         For each stage, its buckets of gradients as pairs of shares. The first is the share of the
         bytes, or of the seconds of ``reduce_grad`` as measured during a backward; these may sum to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from pipesim.errors import (
     check_count,
     check_flag,
     check_name,
+    check_type,
     number,
 )
 from pipesim.utils.csr import Ints
@@ -30,7 +31,8 @@ class Keys:
     """A histogram of the keys that each rank requests from sharded tables in one micro-batch.
 
     Every rank draws ``n_keys`` keys of each table, independently of the other ranks. This model
-    gives the expected sizes of the exchanges of a sharded embedding, for each pair of ranks.
+    gives the expected sizes of the exchanges of a sharded embedding, for each pair of ranks. Ranks
+    with different histograms, or with the keys of a given batch, are made by `per_rank`.
 
     Parameters
     ----------
@@ -44,9 +46,12 @@ class Keys:
     Attributes
     ----------
     frequencies
-        Share of each row in the keys of its table; one array a table, which sums to 1.
+        Share of each row in the keys of its table; one array a table, which sums to 1. Of
+        `per_rank` the share in the keys of all ranks.
     n_keys
-        One number a table.
+        One number a table. Of `per_rank` the number of all ranks together.
+    ranks
+        The keys of each rank, of `per_rank`; else empty: all ranks draw from the same histogram.
 
     Examples
     --------
@@ -58,9 +63,19 @@ class Keys:
 
     def __init__(self, frequencies: ArrayLike, n_keys: int | Sequence[int]) -> None:
         tables = checked_tables("frequencies", frequencies)
-        self.frequencies = tuple(table / table.sum() for table in tables)
-        self.n_keys = counts_per_table("n_keys", n_keys, len(tables))
-        self._counts: tuple[Floats, ...] | None = None
+        self._set(tables, counts_per_table("n_keys", n_keys, len(tables)))
+
+    def _set(
+        self,
+        tables: Sequence[Floats],
+        n_keys: tuple[int, ...],
+        *,
+        counts: tuple[Floats, ...] | None = None,
+        ranks: tuple[Keys, ...] = (),
+    ) -> None:
+        """Set the attributes; a table of zeros has no keys."""
+        self.frequencies = tuple(table / (table.sum() or 1.0) for table in tables)
+        self.n_keys, self.ranks, self._counts = n_keys, ranks, counts
 
     @classmethod
     def zipf(
@@ -153,22 +168,24 @@ class Keys:
         >>> ps.Keys.from_counts([2, 0, 1]).loads()
         [array([1., 0., 1.])]
         """
-        tables = checked_tables("counts", counts)
+        tables = checked_tables("counts", counts, may_be_zero=True)
         for index, table in enumerate(tables):
             if (table != np.floor(table)).any():
                 raise ArgumentError(
                     f"counts of table {index} must be whole numbers; give shares to pipesim.Keys"
                 )
         sums = [int(table.sum()) for table in tables]
-        result = cls(tables, sums if n_keys is None else n_keys)
-        for index, (wanted, counted) in enumerate(zip(result.n_keys, sums, strict=True)):
+        drawn = sums if n_keys is None else n_keys
+        numbers = counts_per_table("n_keys", drawn, len(tables), minimum=0)
+        for index, (wanted, counted) in enumerate(zip(numbers, sums, strict=True)):
             if wanted > counted:
                 raise ArgumentError(
                     f"n_keys of table {index} is {wanted}, but {counted} keys were counted; give "
                     "at most as many, or take the counts as frequencies: pipesim.Keys(counts, "
                     f"{wanted})"
                 )
-        result._counts = tuple(tables)
+        result = cls.__new__(cls)
+        result._set(tables, numbers, counts=tuple(tables))
         return result
 
     @classmethod
@@ -195,13 +212,65 @@ class Keys:
         several = isinstance(n_rows, Sequence)
         return cls.from_counts(count_keys(keys, row_counts(n_rows), several=several), n_keys)
 
+    @classmethod
+    def per_rank(cls, keys: Sequence[Keys]) -> Keys:
+        """Return keys that each rank draws from a histogram of its own.
+
+        With the counted keys of a given batch, no number is an expectation: `sent` and
+        `exchange_bytes` are exactly what the ranks send.
+
+        Parameters
+        ----------
+        keys
+            Keys of rank 0, of rank 1 and so on, for tables with the same rows. Leave out padding
+            keys, which are not sent.
+
+        Returns
+        -------
+        Keys
+            Keys of as many ranks. Its methods take that number as ``n_ranks``; `loads` is the mean
+            of the ranks.
+
+        Examples
+        --------
+        Of eight rows, rank 0 has the even ones. Rank 0 sends it one key and rank 1 three; the
+        second rank sends two to each.
+
+        >>> import pipesim as ps
+        >>> batches = [0, 1, 3, 5], [4, 5, 6, 7]
+        >>> keys = ps.Keys.per_rank([ps.Keys.counted(batch, n_rows=8) for batch in batches])
+        >>> keys.sent(n_ranks=2).tolist()
+        [[1.0, 3.0], [2.0, 2.0]]
+        """
+        ranks = tuple(keys) if isinstance(keys, (list, tuple)) else ()
+        if not ranks:
+            raise ArgumentError(f"keys must be a list, pipesim.Keys of each rank, got {keys!r:.60}")
+        for rank, own in enumerate(ranks):
+            if check_type(f"keys[{rank}]", own, Keys).ranks or own.n_rows != ranks[0].n_rows:
+                raise ArgumentError(
+                    f"keys[{rank}] are {own}, and keys[0] are {ranks[0]}; give one histogram a "
+                    "rank, of tables with the same rows"
+                )
+        by_table = [
+            [n * share for n, share in zip(own.n_keys, own.frequencies, strict=True)]
+            for own in ranks
+        ]
+        result = cls.__new__(cls)
+        result._set(
+            [sum(tables[1:], tables[0]) for tables in zip(*by_table, strict=True)],
+            tuple(map(sum, zip(*(own.n_keys for own in ranks), strict=True))),
+            ranks=ranks,
+        )
+        return result
+
     @property
     def n_rows(self) -> tuple[int, ...]:
         """Rows of each table."""
         return tuple(map(len, self.frequencies))
 
     def __repr__(self) -> str:
-        return f"<Keys: {list(self.n_keys)} keys of tables of {list(self.n_rows)} rows>"
+        ranks = f" of {len(self.ranks)} ranks" if self.ranks else ""
+        return f"<Keys: {list(self.n_keys)} keys{ranks} of tables of {list(self.n_rows)} rows>"
 
     def loads(self, *, unique: bool = True, n_microbatches: int = 1) -> list[Floats]:
         """Return how often a rank sends each row's key on average, one array a table.
@@ -231,6 +300,9 @@ class Keys:
         """
         check_flag("unique", unique)
         times = exact_count("n_microbatches", n_microbatches)
+        if self.ranks:
+            of_ranks = [x.loads(unique=unique, n_microbatches=times) for x in self.ranks]
+            return [sum(x[1:], x[0]) / len(x) for x in zip(*of_ranks, strict=True)]
         loads = []
         for table, (share, one) in enumerate(zip(self.frequencies, self.n_keys, strict=True)):
             n = one * times
@@ -239,10 +311,12 @@ class Keys:
                     f"n_microbatches={times} draw {n} keys from table {table}, but {total} were "
                     "counted; count more, or give n_keys of one micro-batch"
                 )
-            if not unique:
+            if self._counts is not None:
+                counts = self._counts[table]
+                share_drawn = n / (counts.sum() or 1.0)  # 1 of a given batch, whose loads are exact
+                loads.append(inclusion_probability(counts, n) if unique else counts * share_drawn)
+            elif not unique:
                 loads.append(share * n)
-            elif self._counts is not None:
-                loads.append(inclusion_probability(self._counts[table], n))
             else:
                 with np.errstate(divide="ignore"):
                     loads.append(-np.expm1(n * np.log1p(-np.minimum(share, 1.0))))
@@ -268,6 +342,11 @@ class Keys:
             Numbers of ranks, one array of shape ``(rows,)`` a table.
         """
         n_ranks = exact_count("n_ranks", n_ranks)
+        if self.ranks and n_ranks != len(self.ranks):
+            raise ArgumentError(
+                f"n_ranks is {n_ranks}, but the keys are of {len(self.ranks)} ranks; give that "
+                "number, or keys that all ranks draw alike"
+            )
         check_memory(f"bytes of n_ranks={n_ranks:,} pairs", 8 * n_ranks**2, "give fewer ranks")
         check_flag("unique", unique)
         check_name("placement", placement, PLACEMENTS)
@@ -298,8 +377,16 @@ class Keys:
             ``j``. The diagonal stays in its process.
         """
         owners = self.owners(n_ranks, placement, unique=unique)
-        loads = self.loads(unique=unique, n_microbatches=n_microbatches)
-        return np.tile(_owner_sums(owners, loads, n_ranks), (n_ranks, 1))
+        return self._sums(
+            owners, n_ranks, lambda x: x.loads(unique=unique, n_microbatches=n_microbatches)
+        )
+
+    def _sums(
+        self, owners: list[Ints], n_ranks: int, values: Callable[[Keys], list[Floats]]
+    ) -> Floats:
+        """Return, for each rank, the sum of its values of the rows that each owner has."""
+        rows = [_owner_sums(owners, values(keys), n_ranks) for keys in self.ranks or (self,)]
+        return np.tile(rows, (n_ranks // len(rows), 1))
 
     def load(self, n_ranks: int, placement: str = "modulo", *, unique: bool = True) -> float:
         """Return the largest average of received keys of an owner, over the mean of all owners.
@@ -325,7 +412,7 @@ class Keys:
         1.5
         """
         received = self.sent(n_ranks, placement, unique=unique).sum(axis=0)
-        return float(received.max() / received.mean())
+        return float(received.max() / received.mean()) if received.any() else 1.0
 
     def busiest(self, n_ranks: int, placement: str = "modulo", *, unique: bool = True) -> float:
         """Return the average of the most keys that an owner receives, over the mean of all owners.
@@ -346,11 +433,13 @@ class Keys:
             At least about the value of `load`.
         """
         owners = self.owners(n_ranks, placement, unique=unique)
-        loads = self.loads(unique=unique)
-        mean = n_ranks * _owner_sums(owners, loads, n_ranks)
-        spread = [load * (1 - load) for load in loads] if unique else loads
-        deviation = np.sqrt(n_ranks * _owner_sums(owners, spread, n_ranks))
-        return expected_maximum(mean, deviation) / float(mean.mean())
+        mean = self._sums(owners, n_ranks, lambda x: x.loads(unique=unique)).sum(axis=0)
+        variance = self._sums(
+            owners,
+            n_ranks,
+            lambda x: [load * (1 - load) if unique else load for load in x.loads(unique=unique)],
+        ).sum(axis=0)
+        return expected_maximum(mean, np.sqrt(variance)) / float(mean.mean()) if mean.any() else 1.0
 
     def exchange_bytes(
         self,
@@ -396,14 +485,13 @@ class Keys:
         key = exact_count("key_itemsize", key_itemsize)
         sent = self.sent(n_ranks, placement, unique=unique)
         owners = self.owners(n_ranks, placement, unique=unique)
-        loads = self.loads(n_microbatches=n_microbatches)
-        distinct = _owner_sums(owners, loads, n_ranks)
+        distinct = self._sums(owners, n_ranks, lambda x: x.loads(n_microbatches=n_microbatches))
         return {
             "counts": np.full((n_ranks, n_ranks), float(_COUNT)),
             "keys": key * sent,
             "vectors": vector * sent.T,
             "gradients": vector * sent,
-            "accumulated": vector * np.tile(distinct, (n_ranks, 1)),
+            "accumulated": vector * distinct,
         }
 
     def draw(self, seed: int) -> list[Ints]:
@@ -419,6 +507,8 @@ class Keys:
         list
             Numbers of rows, one array of shape ``(n_keys,)`` a table.
         """
+        if self.ranks:
+            raise ArgumentError("each rank has keys of its own; draw those of one: keys.ranks[0]")
         generator = np.random.default_rng(check_count("seed", seed, 0))
         keys: list[Ints] = []
         for table, (share, n) in enumerate(zip(self.frequencies, self.n_keys, strict=True)):
@@ -518,18 +608,20 @@ def row_counts(n_rows: int | Sequence[int]) -> list[int]:
     return sizes
 
 
-def counts_per_table(name: str, values: int | Sequence[int], n_tables: int) -> tuple[int, ...]:
+def counts_per_table(
+    name: str, values: int | Sequence[int], n_tables: int, *, minimum: int = 1
+) -> tuple[int, ...]:
     """Return one whole number a table, from that or from one number for all tables."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        return (exact_count(name, values),) * n_tables
+        return (exact_count(name, values, minimum),) * n_tables
     if len(values) != n_tables:
         raise ArgumentError(
             f"{name} has {len(values)} values for {n_tables} tables; give one, or one a table"
         )
-    return tuple(exact_count(f"{name}[{i}]", value) for i, value in enumerate(values))
+    return tuple(exact_count(f"{name}[{i}]", value, minimum) for i, value in enumerate(values))
 
 
-def checked_tables(name: str, values: Any) -> list[Floats]:
+def checked_tables(name: str, values: Any, *, may_be_zero: bool = False) -> list[Floats]:
     """Return one array of finite numbers >= 0 a table, from that or from the array of one table."""
     try:
         several = isinstance(values, (list, tuple)) and len(values) > 0 and np.ndim(values[0]) == 1
@@ -542,10 +634,10 @@ def checked_tables(name: str, values: Any) -> list[Floats]:
             f"{values!r:.60}"
         )
     for index, table in enumerate(tables):
-        if not np.isfinite(table).all() or (table < 0).any() or not table.any():
-            raise ArgumentError(
-                f"{name} of table {index} must be finite and >= 0, and above 0 for some row"
-            )
+        if not np.isfinite(table).all() or (table < 0).any():
+            raise ArgumentError(f"{name} of table {index} must be finite and >= 0")
+        if not may_be_zero and not table.any():
+            raise ArgumentError(f"{name} of table {index} are all 0; some row must have more")
     return [table.astype(np.float64) for table in tables]
 
 

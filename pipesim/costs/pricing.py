@@ -309,7 +309,7 @@ class _Prices:
             order = np.argsort(kinds.replica[rows], kind="stable")
             devices = kinds.device[rows[order]]
             nbytes = np.empty(n)
-            nbytes[order] = matrix.sum(axis=1)
+            nbytes[order] = matrix.sum(axis=1) - matrix.diagonal()
             sent = matrix
         else:
             of_stages = self._values(ROWS[MEASURED[Op.ALL_TO_ALL, name]].sizes[0])

@@ -207,6 +207,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Keys.load": lambda _: {"self": ps.Keys([1.0], 3), "n_ranks": 2},
     "ps.Keys.loads": lambda _: {"self": ps.Keys([1.0], 3)},
     "ps.Keys.owners": lambda _: {"self": ps.Keys([1.0], 3), "n_ranks": 2},
+    "ps.Keys.per_rank": lambda _: {"keys": [ps.Keys([1.0], 3)]},
     "ps.Keys.sent": lambda _: {"self": ps.Keys([1.0], 3), "n_ranks": 2},
     "ps.Keys.uniform": lambda _: {"n_rows": 5, "n_keys": 3},
     "ps.Keys.zipf": lambda _: {"n_rows": 5, "n_keys": 3},

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pipeexec as px
+import pipesim as ps
 from pipeexec.distributed import Processes
 from pipeexec.embedding.row_layout import RowLayout
 from pipesim import Keys
 from pipesim.costs.keys import PLACEMENTS, row_owners
 from pipesim.errors import ArgumentError
+from pipesim.ops import EXCHANGES, Op
 
 DIM = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -258,6 +260,49 @@ def test_example_of_the_article(two_ranks: Ranks) -> None:
     # Rank 0 asks for 1, 3, 5 and has 4, 6 asked of it; one number each.
     assert first["sent"] == {"counts": 8, "keys": 12, "vectors": 8, "gradients": 12}
     assert second["sent"] == {"counts": 8, "keys": 8, "vectors": 12, "gradients": 8}
+
+
+ROWS = [23, 6]
+
+
+def batch_of(rank: int) -> Tensor:
+    """Return keys of two tables, in which some occur often; rank 1 has fewer."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.stack(
+        [torch.randint(n // 2, (9 - 4 * rank,), generator=generator) for n in ROWS], 1
+    )
+
+
+def exchanged(processes: Processes) -> list[dict[str, int]]:
+    """Return the bytes that exchanges send, of each placement, once and with duplicates."""
+    sent = []
+    for placement, unique in itertools.product(PLACEMENTS, (True, False)):
+        counts = predicted_keys() if placement == "frequency" else None
+        module = px.ShardedEmbedding(
+            ROWS, DIM, processes, placement=placement, unique=unique, counts=counts
+        )
+        exchange = module.dispatch(batch_of(processes.rank))
+        for phase in ("counts", "keys", "lookup"):
+            getattr(exchange, phase)()
+        exchange.gradients(exchange.vectors())
+        sent.append(exchange.sent)
+    return sent
+
+
+def predicted_keys() -> Keys:
+    return Keys.per_rank([Keys.counted(batch_of(rank).numpy(), ROWS) for rank in range(2)])
+
+
+def test_bytes_of_a_batch_are_those_predicted(two_ranks: Ranks) -> None:
+    """Of every exchange and rank, to the byte; so are those of a simulated timeline."""
+    cases = itertools.product(PLACEMENTS, (True, False))
+    graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2, sharded=[0])
+    for (placement, unique), *sent in zip(cases, *two_ranks.run(exchanged), strict=True):
+        nbytes = predicted_keys().exchange_bytes(2, DIM, placement=placement, unique=unique)
+        timeline = ps.simulate(graph, ps.Costs(1, 2, exchange_bytes={0: nbytes}))
+        for part, name in enumerate(EXCHANGES[:4]):
+            exchanges = (graph.op == Op.ALL_TO_ALL) & (graph.part == part)
+            assert timeline.nbytes[exchanges].tolist() == [own[name] for own in sent], name
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

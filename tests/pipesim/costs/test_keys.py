@@ -50,6 +50,51 @@ def test_counted_keys_are_drawn_once_each() -> None:
         half.loads(n_microbatches=3)
 
 
+# Keys of each rank
+
+#: Of two ranks: row k is on rank k % 2.
+SEED = ps.Keys.per_rank([ps.Keys.counted(x, 8) for x in ([0, 1, 3, 5, 5], [4, 5, 6, 7])])
+
+
+def test_bytes_of_a_given_batch() -> None:
+    """Rank 0 sends key 0 to itself and 1, 3, 5 to rank 1, which sends 4, 6 and keeps 5, 7."""
+    nbytes = SEED.exchange_bytes(2, dim=2)
+    assert nbytes["counts"].tolist() == [[8, 8], [8, 8]]
+    assert nbytes["keys"].tolist() == [[4, 12], [8, 8]]
+    assert nbytes["vectors"].tolist() == [[8, 16], [24, 16]]
+    assert nbytes["gradients"].tolist() == nbytes["accumulated"].tolist() == [[8, 24], [16, 16]]
+    assert SEED.sent(2, unique=False).tolist() == [[1, 4], [2, 2]]  # key 5 of rank 0 twice
+    assert SEED.load(2) == SEED.busiest(2) == 5 / 4
+    assert (SEED.n_keys, SEED.n_rows) == ((9,), (8,))
+    assert SEED.frequencies[0] == pytest.approx(np.array([1, 1, 0, 1, 1, 3, 1, 1]) / 9)
+    assert repr(SEED) == "<Keys: [9] keys of 2 ranks of tables of [8] rows>"
+
+
+def test_histograms_of_ranks() -> None:
+    """Each rank's row is as if all ranks drew like it; owners by frequency serve their mean."""
+    first, second = (ps.Keys.zipf([60, 7], [80, 20], seed=seed) for seed in (0, 1))
+    both = ps.Keys.per_rank([first, second])
+    for unique in (True, False):
+        sent = both.sent(2, unique=unique)
+        assert sent[0].tolist() == first.sent(2, unique=unique)[0].tolist()
+        assert sent[1].tolist() == second.sent(2, unique=unique)[0].tolist()
+        one, two, mean = (x.loads(unique=unique)[0] for x in (first, second, both))
+        assert mean == pytest.approx((one + two) / 2)
+    assert both.load(2, "frequency") == pytest.approx(1, abs=0.02)
+    alike = ps.Keys.per_rank([first] * 3)
+    assert alike.busiest(3) == pytest.approx(first.busiest(3))
+    for name, matrix in alike.exchange_bytes(3, 4, n_microbatches=2).items():
+        assert matrix == pytest.approx(first.exchange_bytes(3, 4, n_microbatches=2)[name])
+
+
+def test_a_rank_without_keys() -> None:
+    none = ps.Keys.counted(np.empty(0, np.int64), 8)
+    keys = ps.Keys.per_rank([none, ps.Keys.counted([1, 3, 3], 8)])
+    assert keys.sent(2, unique=False).tolist() == [[0, 0], [0, 3]]
+    assert none.draw(0)[0].tolist() == []
+    assert none.load(2) == none.busiest(2) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["modulo", "hash", "frequency"])
 @pytest.mark.parametrize("unique", [True, False])
@@ -168,7 +213,7 @@ def test_the_busiest_pair_says_how_long_an_exchange_lasts(tmp_path: Path) -> Non
     costs = ps.Costs(1, 2, exchange_bytes={0: sizes}, network=ps.Network(bandwidth=2))
     timeline = simulated(costs)
     graph = timeline.graph
-    for name, seconds, nbytes in (("keys", 3, [51, 8]), ("vectors", 4, [4, 8])):
+    for name, seconds, nbytes in (("keys", 3, [1, 6]), ("vectors", 4, [4, 8])):
         exchanges = (graph.op == Op.ALL_TO_ALL) & (graph.part == EXCHANGES.index(name))
         assert timeline.duration[exchanges].tolist() == [seconds] * 2
         assert timeline.nbytes[exchanges].tolist() == nbytes
@@ -217,7 +262,7 @@ def test_bytes_of_other_replicas_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: ps.Keys([0, 0], 2), "frequencies of table 0 must be finite and >= 0, and above 0"),
+        (lambda: ps.Keys([0, 0], 2), "frequencies of table 0 are all 0; some row must have more"),
         (lambda: ps.Keys([[1], [1, -1]], 2), "of table 1 must be finite"),
         (lambda: ps.Keys("ab", 2), "frequencies must be an array of numbers"),
         (lambda: ps.Keys([1, 2], [1, 2]), "n_keys has 2 values for 1 tables"),
@@ -227,6 +272,14 @@ def test_bytes_of_other_replicas_are_refused() -> None:
         (lambda: ps.Keys.counted([0, 5], 3), "key 5 is no row of table 0, whose keys are 0 to 2"),
         (lambda: ps.Keys.counted([0.5], 3), r"keys must be an array of integers, got \[0.5\]"),
         (lambda: ps.Keys([1], 2).sent(2, "random"), "unknown placement 'random'"),
+        (lambda: ps.Keys.per_rank([]), r"keys must be a list, pipesim.Keys of each rank, got"),
+        (lambda: ps.Keys.per_rank([SEED]), r"keys\[0\] are .* of 2 ranks .*; give one histogram"),
+        (
+            lambda: ps.Keys.per_rank([ps.Keys([1], 2), ps.Keys([1, 2], 2)]),
+            r"keys\[1\] are .* of \[2\] rows>, and keys\[0\] are .* of \[1\] rows>",
+        ),
+        (lambda: SEED.sent(3), "n_ranks is 3, but the keys are of 2 ranks"),
+        (lambda: SEED.draw(0), r"draw those of one: keys.ranks\[0\]"),
     ],
 )
 def test_keys_that_are_refused(make: Any, text: str) -> None:
