@@ -26,10 +26,11 @@ SMALLER = {
         "n_devices=4, n_microbatches=8": "n_devices=2, n_microbatches=4",
         "(4, 8, 12, 16, 24)": "(4, 8)",
     },
-    "03_gpipe_module": {"range(5)": "range(2)"},
+    "03_gpipe_module": {"range(5)": "range(2)", "timeout=0.5": "timeout=0.1"},
     "04_data_parallel": {
         "SAMPLES = 2, 256": "SAMPLES = 2, 64",
         "n_steps=5": "n_steps=2",
+        "N_ROUNDS = 512, 3, 6": "N_ROUNDS = 256, 3, 2",
         "(8, 16, 64, 256, 1024)": "(8, 16, 64)",
         "in (1, 2, 4, 8, 16)": "in (1, 2, 4)",
     },
