@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,51 @@ def test_the_engine_has_a_choice_only_without_dependencies(
     layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
     model = px.GPipe(layers, [1] * 3, devices=["cpu"] * 3, chunks=4, **options)
     assert (n_choices(model(torch.ones(4, 1))) > 0) == has_choice
+
+
+def race(output: torch.Tensor, draw: Callable[[list[int]], int]) -> tuple[tuple[str, ...], ...]:
+    """Run a graph's nodes as the engine does with a thread a partition; ``draw`` has the next run.
+
+    Each thread runs the newest of its ready nodes. Returns R and B of each partition in order.
+    """
+    waits, nodes = Counter[Any](), [output.grad_fn]
+    for node in nodes:
+        assert node is not None
+        for after, _ in node.next_functions:
+            if after is not None:
+                nodes += [after] if after not in waits else []
+                waits[after] += 1
+    orders: list[list[str]] = [[], []]
+    ready: list[list[Any]] = [[], [nodes[0]]]
+    while partitions := [j for j in range(2) if ready[j]]:
+        j = draw(partitions)
+        node = max(ready[j], key=lambda node: node._sequence_nr())
+        ready[j].remove(node)
+        if getattr(node, "op", None) is not None:
+            orders[j].append(f"{j}{node.op.name}{node.microbatch}")
+        for after, _ in node.next_functions:
+            if after is not None:
+                waits[after] -= 1
+                if not waits[after]:
+                    ready[getattr(after, "partition", j)].append(after)
+    return tuple(map(tuple, orders))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_threads_that_race_take_the_orders_of_the_model(checkpoint: Any) -> None:
+    """Threads are drawn at random: each order of `autograd_orders` comes, and no other."""
+    model = px.GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=["cpu"] * 2,
+                     chunks=3, checkpoint=checkpoint, dependencies=False)  # fmt: skip
+    model(torch.ones(3, 1)).sum().backward()  # the first step may have another order
+    output, generator = model(torch.ones(3, 1)), np.random.default_rng(0)
+    raced = {race(output, lambda js: int(generator.choice(js))) for _ in range(200)}
+    possible = ps.autograd_orders(2, 3, COSTS, recompute=checkpoint)
+    assert possible.is_exhaustive
+    assert raced == {
+        tuple(tuple(str(a) for a in order if a.op != Op.F) for order in schedule.orders)
+        for schedule in possible.schedules
+    }
 
 
 def test_a_schedule_may_list_recomputes() -> None:
