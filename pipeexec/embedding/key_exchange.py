@@ -19,6 +19,7 @@ run their phases in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from torch.nn import functional
 
 from pipeexec.embedding.peers import Peers
 from pipeexec.embedding.row_layout import RowLayout
-from pipesim.errors import ExecutionError, PeerError, PipeError
+from pipesim.errors import ArgumentError, ExecutionError, PeerError, PipeError
 
 
 class ExchangeConfig(NamedTuple):
@@ -154,6 +155,12 @@ class Exchange:
         ends = torch.searchsorted(self._addresses, owners * layout.rows_per_rank)
         self._n_kept = ends[-1:]
         self._counts = n_before[ends].diff()
+
+    def __repr__(self) -> str:
+        """Return the rank, the next phase and the bytes that were sent."""
+        rank = f"rank {self._peers.rank} of {self._peers.n}"
+        due = _PHASES[self._n_done] if self._n_done < len(_PHASES) else "none"
+        return f"<Exchange of {rank}: next phase {due}, bytes sent {self.sent}>"
 
     @property
     def n_received(self) -> int:
@@ -324,6 +331,52 @@ class Exchange:
         rows, grads = self._rows, self._grads
         del self._rows, self._grads
         return gradient_of_rows(self._weight, rows, grads, self._config.sparse)
+
+    @torch.no_grad()
+    def explain(self, gradient: Tensor | None) -> dict[str, Tensor]:
+        """Run all phases but `accumulate`; return columns with a number for each key of the input.
+
+        `ShardedEmbedding.explain` describes the columns. All processes must call this. A gradient
+        of another shape than the output is refused as invalid keys are.
+        """
+        if self._error is None and gradient is not None:
+            wanted = (*self._shape, self._weight.shape[1])
+            got = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+            if got != wanted:
+                self._error = ArgumentError(
+                    f"gradient must be that of the vectors, of shape {wanted}, got {got}; no key "
+                    "was sent"
+                )
+        self.counts()
+        slots, is_sent = self._slots, torch.zeros_like(self._slots, dtype=torch.bool)
+        self.keys()
+        is_sent[self._order[self._starts]] = True
+        self.lookup()
+        self.receive()
+        n_sent = sum(self._n_sent)
+        vector_norms = self._received[:n_sent].norm(dim=1)
+        output = self.combine()
+        self.sum_gradients(torch.full_like(output, math.nan) if gradient is None
+                           else gradient.to(output))  # fmt: skip
+        gradient_norms = self._sums.norm(dim=1)
+        self.send_gradients()
+        rows, index = self._rows.unique(return_inverse=True)
+        sums = self._grads.new_zeros(len(rows), output.shape[-1]).index_add_(0, index, self._grads)
+        requested = torch.stack([self._rows.double(), sums.norm(dim=1).double()[index]], 1)
+        replies = requested.new_empty(n_sent, 2)
+        self._peers.exchange(replies, requested, self._n_sent, self._n_requested, "explanations")
+        ranks = torch.arange(self._peers.n, device=slots.device)
+        counts = torch.tensor(self._n_sent, device=slots.device)
+        of_sent = {
+            "owner": ranks.repeat_interleave(counts), "row": replies[:, 0].long(),
+            "vector_norm": vector_norms, "gradient_norm": gradient_norms,
+            "row_gradient_norm": replies[:, 1],
+        }  # fmt: skip
+        columns = {"sent": is_sent}
+        for name, values in of_sent.items():  # the last one is that of padding, which is not sent
+            none = math.nan if values.is_floating_point() else -1
+            columns[name] = functional.pad(values, (0, 1), value=none)[slots]
+        return columns
 
 
 class _Union(NamedTuple):

@@ -65,9 +65,9 @@ class Peers:
         """
         seed = int(torch.randint(1 << 31, ()))
         if isinstance(settings, PipeError):
-            self._share([None, str(settings), 0])
+            self.share([None, str(settings), 0])
             raise settings
-        everyone = self._share([settings, "", seed])
+        everyone = self.share([settings, "", seed])
         for rank, (_, error, _) in zip(self.ranks, everyone, strict=True):
             if error:
                 raise PeerError(f"rank {rank} has no embedding: {error}")
@@ -83,11 +83,11 @@ class Peers:
             own = self._processes
             recorder = own.recorder if own else FlightRecorder(self.rank)
             if own is None:
-                recorder.connect(self._share)
+                recorder.connect(self.share)
             self._recorder = recorder
         return int(seed)
 
-    def _share(self, value: Any) -> list[Any]:
+    def share(self, value: Any) -> list[Any]:
         """Return the value of each process; values are sent as JSON."""
         if self._processes is not None:
             return self._processes.share(value)

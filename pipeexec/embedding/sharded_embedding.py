@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: All rows of a table.
 FullTable = Tensor | nn.Embedding | nn.EmbeddingBag
@@ -406,6 +409,83 @@ class ShardedEmbedding(nn.Module):
         """
         check_flag("keeps_keys", keeps_keys)
         return Exchange(keys, self.weight, self._config, self._peers, keeps_keys=keeps_keys)
+
+    def explain(self, keys: Tensor, gradient: Tensor | None = None) -> pd.DataFrame:
+        """Exchange keys, and return a table of what happens to each: of all processes, in each.
+
+        Every process of the group must call this, with keys of its own. It runs the phases of a
+        training step, but changes neither rows nor their gradients. Training without it keeps
+        nothing for it.
+
+        Parameters
+        ----------
+        keys
+            As for `forward`.
+        gradient
+            Gradient of the result of `forward`, such as ``vectors.grad`` after a backward; its
+            shape. None: columns of gradients are NaN.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each key, those of rank 0 first, in the order of the input:
+
+            - ``rank``: the rank whose key it is, among those that share the rows.
+            - ``position``: place of the key in the flattened keys of this rank.
+            - ``table``, ``key``: number of the table, and the key.
+            - ``owner``: rank that has the row; ``key % n_ranks`` by modulo. -1 for a padding key.
+            - ``sent``: whether the key is sent to the owner, or stays with it. False for padding
+              keys, and for repeated ones if ``unique``: the first one stands for all.
+            - ``row``: row of the owner's ``weight``; ``key // n_ranks`` by modulo for one table. A
+              message has its keys in the order of these. -1 for a padding key.
+            - ``vector_norm``: L2 norm of the vector that the owner sends back.
+            - ``gradient_norm``: L2 norm of the gradient that is sent for the key, summed over
+              repeated keys.
+            - ``row_gradient_norm``: L2 norm of the sum of the gradients that the row gets from all
+              ranks.
+
+            Norms are NaN for a padding key, and those of gradients if a rank gave none.
+
+        Raises
+        ------
+        PeerError
+            If another process has refused its keys or its gradient.
+
+        See Also
+        --------
+        pipesim.plot.exchange : The table as a figure.
+
+        Examples
+        --------
+        A process alone has all rows. The keys that it sends to each owner:
+
+        >>> import pandas as pd
+        >>> import torch
+        >>> import pipeexec as px
+        >>> embedding = px.ShardedEmbedding(8, 4)
+        >>> table = embedding.explain(torch.tensor([5, 1, 5]))
+        >>> table[["key", "owner", "sent", "row"]].values.tolist()
+        [[5, 0, True, 5], [1, 0, True, 1], [5, 0, False, 5]]
+        >>> sent = table[table["sent"]]
+        >>> pd.crosstab(sent["rank"], sent["owner"]).values.tolist()
+        [[2]]
+        """
+        from pipesim.utils.packages import pandas as pd
+
+        columns = self.dispatch(keys).explain(gradient)
+        position = torch.arange(keys.numel())
+        bag = keys.shape[-1] if self.combiner else 1
+        own = {
+            "rank": torch.full_like(position, self.rank),
+            "position": position,
+            "table": position // max(1, bag) % len(self.n_rows),
+            "key": keys.flatten(),
+            **columns,
+        }
+        everyone = self._peers.share({name: values.tolist() for name, values in own.items()})
+        names = ("rank", "position", "table", "key", "owner", "sent", "row", "vector_norm",
+                 "gradient_norm", "row_gradient_norm")  # fmt: skip
+        return pd.DataFrame({x: [v for own in everyone for v in own[x]] for x in names})
 
     def accumulated_gradients(self) -> AccumulatedGradients:
         """Return an object that sums the gradients of several exchanges, and sends the sums once.

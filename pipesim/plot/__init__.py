@@ -15,6 +15,7 @@ from pipesim.network.network import Network
 from pipesim.network.parallel_layout import Layout
 from pipesim.plot.charts import accuracy, bars, idle, memory, plan_front
 from pipesim.plot.dependency_plot import dependencies
+from pipesim.plot.exchange_plot import exchange
 from pipesim.plot.html import comparison_html, graph_html, schedule_html, timeline_html
 from pipesim.plot.page.save import to_html
 from pipesim.plot.paper_figure import ONE_COLUMN, TWO_COLUMNS, figure, paper_style, save
@@ -35,6 +36,7 @@ __all__ = [
     "comparison",
     "comparison_html",
     "dependencies",
+    "exchange",
     "figure",
     "graph_html",
     "idle",

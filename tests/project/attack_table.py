@@ -388,6 +388,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.plot.bars": lambda _: {"table": ps.compare({"x": timeline()})},
     "ps.plot.comparison": lambda _: {"comparison": ps.Comparison(timeline(), timeline())},
     "ps.plot.dependencies": lambda _: {"graph": graph()},
+    "ps.plot.exchange": lambda _: {"table": pd.DataFrame(
+        {"rank": [0], "table": [0], "key": [3], "owner": [0], "row": [3], "sent": [True]})},
     "ps.plot.figure": lambda _: {},
     "ps.plot.idle": lambda _: {"timeline": timeline()},
     "ps.plot.memory": lambda _: {"timeline": timeline()},

@@ -216,6 +216,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.ShardedEmbedding.accumulated_gradients": lambda _: {"self": embedding()},
     "px.ShardedEmbedding.check": lambda _: {"self": embedding(), "keys": KEYS},
     "px.ShardedEmbedding.dispatch": lambda _: {"self": embedding(), "keys": KEYS},
+    "px.ShardedEmbedding.explain": lambda _: {"self": embedding(), "keys": KEYS},
     "px.ShardedEmbedding.extra_repr": lambda _: {"self": embedding()},
     "px.ShardedEmbedding.forward": lambda _: {"self": embedding(), "keys": KEYS},
     "px.ShardedEmbedding.from_full": lambda _: {"weights": torch.ones(4, 2)},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from pipeexec.distributed import Processes
 from pipeexec.embedding.row_layout import RowLayout
 from pipesim import Keys
 from pipesim.costs.keys import PLACEMENTS, row_owners
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, PeerError
 from pipesim.ops import EXCHANGES, Op
 
 DIM = 3
@@ -303,6 +304,99 @@ def test_bytes_of_a_batch_are_those_predicted(two_ranks: Ranks) -> None:
         for part, name in enumerate(EXCHANGES[:4]):
             exchanges = (graph.op == Op.ALL_TO_ALL) & (graph.part == part)
             assert timeline.nbytes[exchanges].tolist() == [own[name] for own in sent], name
+
+
+# Tables of exchanges
+
+
+def explained(processes: Processes, keys: list[list[int]], **options: Any) -> dict[str, Any]:
+    """Explain a training step, and run it; return both, and rows and gradients of this rank."""
+    own, full = torch.tensor(keys[processes.rank]), torch.arange(1.0, 9)[:, None] * torch.ones(2)
+    module = px.ShardedEmbedding.from_full([full], processes, **options)
+    output = module(own[:, None])
+    gradient = factors(output.shape).float() * (1 + processes.rank)
+    tables = {"table": module.explain(own[:, None], gradient),
+              "without": module.explain(own[:, None])}  # fmt: skip
+    assert module.weight.grad is None
+    output.backward(gradient)
+    grad = module.weight.grad
+    assert grad is not None
+    return {
+        "rows": module.weight.detach(), "grad": grad, "given": gradient[:, 0],
+        **{name: table.to_dict("list") for name, table in tables.items()},
+    }  # fmt: skip
+
+
+def test_the_table_of_the_articles_exchange(two_ranks: Ranks) -> None:
+    """Row key // 2 of rank key % 2; key 5 of both ranks gives its row two gradients."""
+    keys = [[0, 1, 3, 5], [4, 5, 6, 7]]
+    first, second = two_ranks.run(explained, keys=keys)
+    table, without = (pd.DataFrame(first[name]) for name in ("table", "without"))
+    pd.testing.assert_frame_equal(table, pd.DataFrame(second["table"]))
+    assert table["rank"].tolist() == [0] * 4 + [1] * 4
+    assert table["position"].tolist() == [*range(4)] * 2
+    assert table["key"].tolist() == keys[0] + keys[1]
+    assert table["owner"].tolist() == [0, 1, 1, 1, 0, 1, 0, 1]
+    assert table["row"].tolist() == [0, 0, 1, 2, 2, 2, 3, 3]
+    assert table["sent"].all()
+    norms = first["given"].norm(dim=1).tolist()
+    assert table["gradient_norm"].tolist() == pytest.approx(norms + [2 * x for x in norms])
+    assert table["vector_norm"].tolist() == pytest.approx(
+        [2**0.5 * (key + 1) for key in [*keys[0], *keys[1]]]
+    )
+    sent = pd.crosstab(table["rank"], table["owner"]).values
+    assert sent.tolist() == [[1, 3], [2, 2]]
+    assert without[["gradient_norm", "row_gradient_norm"]].isna().all().all()
+    pd.testing.assert_frame_equal(without[table.columns[:-2]], table[table.columns[:-2]])
+
+
+@pytest.mark.parametrize("unique", [True, False])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_table_says_what_rows_are(placement: str, unique: bool, two_ranks: Ranks) -> None:
+    """Norms are those of the owner's rows and of their gradients after a backward."""
+    keys = [[7, -1, 7, 2, 0], [-1, 7]]
+    results = two_ranks.run(
+        explained, keys=keys, placement=placement, unique=unique, padding_key=-1,
+        counts=[[*range(1, 9)]] if placement == "frequency" else None,
+    )  # fmt: skip
+    table = pd.DataFrame(results[0]["table"])
+    padding = table[table["key"] < 0]
+    assert (padding[["owner", "row"]] == -1).all().all()
+    assert not padding["sent"].any()
+    assert padding.iloc[:, -3:].isna().all().all()
+    assert table["sent"].sum() == (4 if unique else 5)
+    kept = table[table["key"] >= 0]
+    for line in kept.itertuples():
+        owner = results[line.owner]
+        assert owner["rows"][line.row].tolist() == [line.key + 1] * 2
+        assert line.vector_norm == pytest.approx(owner["rows"][line.row].norm().item())
+        assert line.row_gradient_norm == pytest.approx(owner["grad"][line.row].norm().item())
+    gradients = torch.cat([x["given"] for x in results])
+    for (rank, key), lines in kept.groupby(["rank", "key"]):
+        parts = gradients[lines.index]
+        wanted = [parts.sum(0).norm().item()] * len(lines) if unique else parts.norm(dim=1).tolist()
+        assert lines["gradient_norm"].tolist() == pytest.approx(wanted), (rank, key)
+
+
+def refused_gradient(processes: Processes) -> str:
+    module = px.ShardedEmbedding(9, 2, processes)
+    gradient = torch.ones(3, 2 + processes.rank)
+    error = ArgumentError if processes.rank else PeerError
+    with pytest.raises(error) as caught:
+        module.explain(torch.tensor([1, 2, 3]), gradient)
+    exchange = module.dispatch(torch.tensor([1, 2, 3]))
+    exchange.counts()
+    assert repr(exchange) == (
+        f"<Exchange of rank {processes.rank} of 2: next phase keys, bytes sent {{'counts': 8}}>"
+    )
+    return str(caught.value)
+
+
+def test_a_gradient_of_another_shape(two_ranks: Ranks) -> None:
+    """No process waits for the one that gave it."""
+    other, own = two_ranks.run(refused_gradient)
+    assert own.startswith("gradient must be that of the vectors, of shape (3, 2), got (3, 3)")
+    assert other.startswith("rank 1 refused its keys")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
