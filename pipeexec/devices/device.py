@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NoReturn, Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.devices.streams import CpuStream, Event, Stream
 from pipesim.errors import ExecutionError
+from pipesim.ops import Op
 
 #: The tensors of a message between stages. A gradient may be missing.
 Values = tuple[torch.Tensor | None, ...]
@@ -28,6 +30,7 @@ class Device(Protocol):
     note: str
     step_lock: StepLock
     launch: float
+    launch_by_op: Mapping[Op, float]
 
     def host(self) -> CpuStream:
         """Return the thread that issues tasks of this device, if the caller's thread does not."""
@@ -95,6 +98,10 @@ class Device(Protocol):
 DeviceLike = str | torch.device | Device
 
 
+#: No operation has launches of its own.
+NONE_BY_OP: Mapping[Op, float] = MappingProxyType({})
+
+
 class NamedStreams:
     """A device's streams by name, made on first use.
 
@@ -104,13 +111,15 @@ class NamedStreams:
         Remark on the device's measured times; empty if there is none.
     step_lock
         Admits one caller at a time.
-    launch
-        Seconds that a host takes at least to issue a task; imposed.
+    launch, launch_by_op
+        Seconds that a host takes at least to issue a task, and those for some operations in place
+        of it; imposed.
     """
 
     name: str
     note = ""
     launch = 0.0
+    launch_by_op: Mapping[Op, float] = NONE_BY_OP
     torch_device: torch.device
 
     def __init__(self) -> None:
@@ -392,6 +401,7 @@ class RemoteDevice:
 
     note = ""
     launch = 0.0
+    launch_by_op: Mapping[Op, float] = NONE_BY_OP
 
     def __init__(self, name: str, rank: int) -> None:
         self.name, self.rank = name, rank

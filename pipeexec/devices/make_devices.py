@@ -14,13 +14,13 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.device import Device, DeviceLike, NamedStreams, Values
+from pipeexec.devices.device import NONE_BY_OP, Device, DeviceLike, NamedStreams, Values
 from pipeexec.devices.emulated_links import EmulatedLinks, SleepTimer, TimedMessage, check_links
 from pipeexec.devices.streams import (
     CallerStream,
@@ -31,8 +31,10 @@ from pipeexec.devices.streams import (
     Stream,
     wait_for,
 )
+from pipesim.costs.cost_fields import checked_launch_by_op
 from pipesim.errors import ArgumentError, OversubscriptionWarning, check_count, number
 from pipesim.network.network import Network
+from pipesim.ops import Op
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.host_memory import check_memory
 
@@ -231,8 +233,8 @@ class Worker(CpuDevice):
         As of `pipeexec.devices.make_devices.CpuDevice`.
     links
         Imposed links between workers with the same object; None if messages pass by reference.
-    launch
-        Seconds that a host takes to issue a task.
+    launch, launch_by_op
+        Seconds that a host takes to issue a task, and those for some operations in place of it.
 
     Examples
     --------
@@ -243,12 +245,20 @@ class Worker(CpuDevice):
     """
 
     def __init__(
-        self, index: int, core: int | None, links: EmulatedLinks | None, launch: float = 0.0
+        self,
+        index: int,
+        core: int | None,
+        links: EmulatedLinks | None,
+        launch: float = 0.0,
+        launch_by_op: Mapping[Op, float] = NONE_BY_OP,
     ) -> None:
         super().__init__(index, core)
-        self.index, self.links, self.launch = index, links, launch
+        self.index, self.links = index, links
+        self.launch, self.launch_by_op = launch, launch_by_op
         notes = [] if links is None else [f"link times are imposed: {links.timer.description}"]
-        notes += [f"launches are imposed: {launch:g} s of the host a task"] if launch else []
+        if launch or any(launch_by_op.values()):
+            own = "".join(f", {op} {seconds:g} s" for op, seconds in launch_by_op.items())
+            notes += [f"launches are imposed: {launch:g} s of the host a task{own}"]
         self.note = "; ".join(notes)
 
     def _make_stream(self, name: str, blocks: bool) -> Stream:
@@ -288,7 +298,13 @@ class Worker(CpuDevice):
             self.links.await_arrival(values)
 
 
-def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list[Worker]:
+def workers(
+    n: int,
+    *,
+    link: Network | None = None,
+    launch: float = 0.0,
+    launch_by_op: Mapping[str, float] | None = None,
+) -> list[Worker]:
     """Return ``n`` CPU workers, one a core if there are as many, linked by a network.
 
     Parameters
@@ -303,6 +319,9 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
         Seconds that the host takes to issue each task, messages included; 0: its real time. The
         host sleeps before a task until its launches so far are over, so delays of waking up do not
         add up. For `Pipeline`; `GPipe` refuses it.
+    launch_by_op
+        Seconds for tasks of some operations, in place of ``launch``, as of `pipesim.Costs`:
+        ``{"messages": 0}`` for messages that need no launch.
 
     Returns
     -------
@@ -329,7 +348,7 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
     """
     n = check_count("n", n)
     check_memory(f"n={n} workers", n * _BYTES_PER_WORKER, "take fewer")
-    seconds = number(launch)
+    seconds, by_op = number(launch), dict(checked_launch_by_op(launch_by_op) or ())
     if seconds is None or not 0 <= seconds < math.inf:
         raise ArgumentError(f"launch must be finite seconds >= 0 a task, got {launch!r}")
     if link is not None:
@@ -337,7 +356,7 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
     links = None if link is None else EmulatedLinks(link, n, SleepTimer(), has_threads=True)
     devices = make_devices(["cpu"] * n)
     return [
-        Worker(index, device.core, links, seconds)
+        Worker(index, device.core, links, seconds, {Op[k]: own for k, own in by_op.items()})
         for index, device in enumerate(devices)
         if isinstance(device, CpuDevice)
     ]

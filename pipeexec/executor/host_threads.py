@@ -34,6 +34,7 @@ class HostThreads:
 
     def __init__(self, graph: TaskGraph, tasks: Sequence[Sequence[PlannedTask]]) -> None:
         self.tasks = tasks
+        self._op = graph.op.tolist()
         #: For each task, the tasks that other hosts have to issue before it; None for one host.
         self._issued_first = graph.issued_first if len(tasks) > 1 else None
         self._awaited_tasks = (
@@ -77,7 +78,8 @@ class HostThreads:
             if step.has_stopped:
                 return
             start = perf_counter()
-            due += task.device.launch
+            device = task.device
+            due += device.launch_by_op.get(self._op[task.id], device.launch)
             if due > start:
                 sleep(due - start)
             yield task
@@ -102,7 +104,9 @@ def make_host_threads(
             "simulated makespan is too short: lower it with host_threads=True",
             AccuracyWarning,
         )
-    if has_one_host and not any(task.device.launch for task in tasks):
+    devices = {task.device for task in tasks}
+    has_launches = any(x.launch or any(x.launch_by_op.values()) for x in devices)
+    if has_one_host and not has_launches:
         return None
     host = np.zeros(len(graph), np.int64) if has_one_host else graph.host[graph.device]
     tasks_by_host: dict[int, list[PlannedTask]] = {}

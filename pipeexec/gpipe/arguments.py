@@ -161,7 +161,8 @@ def checked_devices(
         raise TooFewDevicesError(
             f"too few devices to hold given partitions (devices: {len(places)}, partitions: {n})"
         )
-    if any(isinstance(x, (CpuDevice, CudaDevice)) and x.launch for x in places[:n]):
+    own = [x for x in places[:n] if isinstance(x, (CpuDevice, CudaDevice))]
+    if any(x.launch or x.launch_by_op for x in own):
         raise ArgumentError(
             "devices of px.workers(launch=...) impose launches on the hosts of a Pipeline; GPipe's "
             "host is the caller's thread, whose time is not measured apart from that of the "

@@ -155,7 +155,7 @@ def costs_from_timeline(
         costs = _without_exchanges(costs, timeline.graph)
     if "parameter_bytes" not in fields and costs.reduce_grad is None:
         _warn_of_free_reductions(timeline, costs)
-    if "launch" not in fields and timeline.issue_times.any():
+    if fields.keys().isdisjoint(("launch", "launch_by_op")) and timeline.issue_times.any():
         _warn_of_free_launches(timeline)
     return costs
 

@@ -1,4 +1,4 @@
-"""Fields of `pipesim.Costs` with rules of their own: workload, exchanges, buckets, experts."""
+"""Fields of `pipesim.Costs` with rules of their own: workload, exchanges, launches and others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.network.links import Nodes
-from pipesim.ops import EXCHANGES
+from pipesim.ops import EXCHANGES, TRANSFERS, Op
 
 if TYPE_CHECKING:
     from pipesim.costs.rows import CostFields
@@ -234,6 +234,42 @@ def _matrix(stage: int, name: str, values: object) -> Matrix:
             f"bytes >= 0, got {matrix[i, j]}"
         )
     return tuple(map(tuple, matrix.tolist()))
+
+
+# Seconds of the host to issue tasks of some operations
+
+LaunchByOp = tuple[tuple[str, float], ...]
+#: Key that stands for SEND_F, RECV_F, SEND_B and RECV_B.
+_MESSAGES = "messages"
+
+
+def checked_launch_by_op(value: object) -> LaunchByOp | None:
+    """Return pairs of an operation and its seconds, in the order of `pipesim.Op`."""
+    if value is None:
+        return None
+    try:
+        if not isinstance(value, (Mapping, tuple)) or value == ():
+            raise TypeError
+        mapping = dict(value)
+    except (TypeError, ValueError):
+        raise CostsError(
+            'launch_by_op must map operations, or "messages", to the seconds of a host to issue '
+            f'one of their tasks, such as {{"messages": 0}}, got {value!r:.60}'
+        ) from None
+    names = [*Op.__members__, _MESSAGES]
+    seconds: dict[Op, float] = {}
+    for key, amount in mapping.items():
+        name = key if isinstance(key, Op) else check_name("operation of launch_by_op", key, names)
+        checked = number(amount)
+        if checked is None or not 0 <= checked < math.inf:
+            raise CostsError(
+                f"launch_by_op of {name} must be finite seconds >= 0, got {amount!r:.60}"
+            )
+        for op in sorted(TRANSFERS) if name == _MESSAGES else [Op[str(name)]]:
+            if op in seconds:
+                raise CostsError(f"launch_by_op gives {op} twice: itself and as one of messages")
+            seconds[op] = checked
+    return tuple((str(op), seconds[op]) for op in sorted(seconds)) or None
 
 
 # Buckets of gradients

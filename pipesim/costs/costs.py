@@ -92,6 +92,10 @@ class Costs(CostFields):
     optimizer_step, launch
         Seconds of STEP, and of the host to issue one task of the stage. If the optimizer is
         sharded, a replica takes its share of ``optimizer_step`` and of ``grad_norm``.
+    launch_by_op
+        Seconds of the host to issue one task of these operations, in place of ``launch``: a mapping
+        of names such as ``"STEP"``, kept as pairs. ``{"messages": 0}`` stands for SEND_F, RECV_F,
+        SEND_B and RECV_B, which then need no launch. None for none.
     grad_norm
         Seconds in which a device computes the norm of the gradients of a stage (GRAD_NORM). The
         all-reduce of 8 bytes over all devices is added by ``network``. The devices begin together,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.cost_fields import checked_exchange_bytes
+from pipesim.costs.cost_fields import checked_exchange_bytes, checked_launch_by_op
 from pipesim.costs.kind_routes import (
     CollectiveRoute,
     KindRoutes,
@@ -88,7 +88,7 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
     sends, bandwidth = routes.sends
     duration[sends] = fixed[sends] + nbytes[sends] / bandwidth
     price_copies(costs, routes, duration, nbytes)
-    launch = costs.per_stage("launch", n_stages)[kinds.stage]
+    launch = launches(costs, graph)
     links = routes.links.copy() if with_links else routes.links
     share = np.ones(len(kinds))
     if routes.collectives:
@@ -104,6 +104,14 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
             rows, stages = routes.rows_of_ops[op]
             duration[rows] += costs.per_stage(name, n_stages)[stages]
     return CostTable(duration, routes.latency, launch, nbytes, links, share)
+
+
+def launches(costs: Costs, graph: TaskGraph) -> Floats:
+    """Return the seconds of a host to issue a task of each kind."""
+    seconds: Floats = costs.per_stage("launch", graph.n_stages)[graph.kinds.stage]
+    for name, own in checked_launch_by_op(costs.launch_by_op) or ():
+        seconds[graph.kinds.op == Op[name]] = own
+    return seconds
 
 
 def _compute_seconds(costs: Costs, routes: KindRoutes) -> Floats:

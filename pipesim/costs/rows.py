@@ -18,10 +18,12 @@ import numpy as np
 from pipesim.costs.cost_fields import (
     Buckets,
     ExchangeBytes,
+    LaunchByOp,
     Segments,
     Workload,
     checked_buckets,
     checked_exchange_bytes,
+    checked_launch_by_op,
     checked_segments,
     checked_workload,
 )
@@ -259,6 +261,9 @@ class CostFields:
     offload: PerStage | None = _measured(Op.OFFLOAD)
     reload: PerStage | None = _measured(Op.RELOAD)
     offload_bytes: PerStage | None = _numbers("bytes", None, varies=True)
+    launch_by_op: Mapping[str, float] | LaunchByOp | None = _form(
+        checked_launch_by_op, unit="seconds", write=dict
+    )
 
 
 #: Kind of each field of `Costs`.

@@ -184,7 +184,7 @@ def counts_all_costs(
         costs = costs.averaged()
     tasks = costs.of(graph)
     reduces = np.any(tasks.table.duration[graph.kinds.op == Op.REDUCE_GRAD] > 0)
-    has_launches = np.any(costs.launch)
+    has_launches = tasks.table.launch.any()
     return not (has_launches or reduces or (shared_links(graph, tasks) >= 0).any())
 
 

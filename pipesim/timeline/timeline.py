@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
+from pipesim.costs.pricing import launches
 from pipesim.errors import TimelineError, check_text, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.issue_order import issue_times
@@ -169,8 +170,7 @@ class Timeline:
             return np.zeros(len(self))
         if self.costs.n_microbatches is not None:
             return issue_times(self.graph, self.costs.of(self.graph).launch)
-        launch = self.costs.per_stage("launch", self.graph.n_stages)
-        return issue_times(self.graph, launch[self.graph.stage])
+        return issue_times(self.graph, launches(self.costs, self.graph), self.graph.kind)
 
     @property
     def n_devices(self) -> int:

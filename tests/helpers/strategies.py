@@ -410,6 +410,7 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         **{name: values(sizes) for name in nbytes},
         **{name: values(seconds) for name in draw(st.sets(st.sampled_from(COLLECTIVE_SECONDS)))},
         launch=values(launches) if draw(st.booleans()) else 0.0,
+        launch_by_op=draw(st.sampled_from([None, {"messages": 0.0, "STEP": 0.25}])),
         output_seconds=values(seconds) if draw(st.booleans()) else 0.0,
         gradient_bytes=values(sizes) if draw(st.booleans()) else None,
         network=draw(networks(n_devices)),

@@ -83,6 +83,7 @@ CHANGES: dict[str, Any] = {
     "memory_reserve": 0.2,
     "expert_replicas": 1,
     "segments": [[(0.5, 0.25, 0.25)] * 3] * 4,
+    "launch_by_op": {"messages": 0.0, "STEP": 0.25},
 }
 
 

@@ -173,10 +173,10 @@ def test_a_host_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         left.set()
 
 
-def slow(hosts: Any, launch: float = SLOW) -> px.Pipeline:
+def slow(hosts: Any, launch: float = SLOW, **by_op: Any) -> px.Pipeline:
     """Return a pipeline whose hosts need some time to issue, 5 s and more by default."""
-    graph = lowered(hosts=hosts)
-    return px.Pipeline(cut(dense(3), [1, 1, 1]), graph, px.workers(3, launch=launch), mse)
+    devices = px.workers(3, launch=launch, **by_op)
+    return px.Pipeline(cut(dense(3), [1, 1, 1]), lowered(hosts=hosts), devices, mse)
 
 
 @pytest.mark.measures_time
@@ -229,20 +229,24 @@ def test_an_error_of_a_host_itself_is_raised(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_imposed_launch_is_what_issuing_takes() -> None:
     """No task is issued before the simulator's time; times of waking up do not add up.
 
-    A host a device: the same, and waits for other hosts are no launches.
+    A host a device: the same, and waits for other hosts are no launches. So are messages that need
+    none.
     """
-    launch = 4e-3
-    for hosts in ("one", "per_device"):
-        with slow(hosts, launch) as subject:
+    launch: dict[str, Any] = {"launch": 4e-3}
+    free: dict[str, Any] = {**launch, "launch_by_op": {"messages": 0, "STEP": 8e-3}}
+    for hosts, imposed in (("one", launch), ("per_device", launch), ("one", free)):
+        with slow(hosts, **imposed) as subject:
             assert "launches are imposed: 0.004 s of the host a task" in repr(subject)
+            assert ("task, SEND_F 0 s, RECV_F 0 s" in repr(subject)) == (imposed is free)
             results = [subject.step(*data(8)) for _ in range(3)]
         alike = lowered(hosts=hosts, host_threads=True)
-        least = ps.simulate(alike, ps.Costs(0, 0, launch=launch)).issue_times
+        costs = ps.Costs(0, 0, **imposed)
+        least = ps.simulate(alike, costs).issue_times
         for result in results:
             assert (result.timeline.issue_times >= least - 1e-9).all()
             assert result.host_seconds == pytest.approx(np.sum(result.host_times))
-        imposed = launch * len(alike)  # the fastest step, which other processes delay least
-        assert 0.8 * imposed < min(result.host_seconds for result in results) < 3 * imposed
+        total = costs.of(alike).launch.sum()  # the fastest step, which others delay least
+        assert 0.8 * total < min(result.host_seconds for result in results) < 3 * total
 
 
 def test_a_late_host_launches_after_the_tasks_that_it_needs(
@@ -293,8 +297,9 @@ def test_launches_that_mean_nothing(launch: Any) -> None:
 
 def test_gpipe_refuses_imposed_launches() -> None:
     """Nothing would say that its predictions lack them."""
-    with pytest.raises(ArgumentError, match="GPipe's host is the caller's thread"):
-        px.GPipe(nn.Sequential(*dense(2)), [1, 1], devices=px.workers(2, launch=1e-3), chunks=2)
+    for devices in (px.workers(2, launch=1e-3), px.workers(2, launch_by_op={"F": 1e-3})):
+        with pytest.raises(ArgumentError, match="GPipe's host is the caller's thread"):
+            px.GPipe(nn.Sequential(*dense(2)), [1, 1], devices=devices, chunks=2)
 
 
 def test_a_capture_has_one_host() -> None:

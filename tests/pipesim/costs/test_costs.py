@@ -320,6 +320,37 @@ def test_slow_devices_are_told_from_slow_layers() -> None:
     assert table["makespan"].iloc[-1] == expected
 
 
+def test_launches_of_operations() -> None:
+    """In place of those of the stage; "messages" are four operations."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 1))
+    costs = ps.Costs(1, 2, launch=(1, 3), launch_by_op={"messages": 0, ps.Op.STEP: 5})
+    tasks = costs.of(graph)
+    actual = {str(task): tasks.launch[task.id] for task in graph}
+    assert actual == {
+        "0F0": 1, "0SEND_F0": 0, "1RECV_F0": 0, "1F0": 3, "1B0": 3, "1SEND_B0": 0, "0RECV_B0": 0,
+        "0B0": 1, "0STEP": 5, "1STEP": 5,
+    }  # fmt: skip
+    seconds = {"SEND_F": 0, "RECV_F": 0, "SEND_B": 0, "RECV_B": 0, "STEP": 5}
+    assert replace(costs, launch_by_op=seconds) == costs
+    assert replace(costs, launch_by_op={}).launch_by_op is None
+    timeline = ps.simulate(graph, costs)
+    assert timeline.issue_times.tolist() == np.cumsum(tasks.launch).tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, 'launch_by_op must map operations, or "messages", to the seconds'),
+        ({"message": 0}, "operation of launch_by_op 'message'; did you mean 'messages'"),
+        ({"F": -1}, "launch_by_op of F must be finite seconds >= 0, got -1"),
+        ({"SEND_F": 1, "messages": 0}, "launch_by_op gives SEND_F twice"),
+    ],
+)
+def test_wrong_launches_of_operations(value: Any, message: str) -> None:
+    with pytest.raises(PipeError, match=message):
+        ps.Costs(1, 2, launch_by_op=value)
+
+
 def test_costs_in_one_line_and_as_a_table() -> None:
     """Ranges over stages, in fitting units; nothing that is not given."""
     costs = ps.Costs((1e-3, 2e-3), backward=(4e-3, 4e-3), activation_bytes=(1 << 20, 1 << 30))

@@ -16,7 +16,6 @@ from strategies import costs, lowerings
 from strategies import hosts as any_hosts
 
 import pipesim as ps
-from pipesim.costs import TaskCosts
 from pipesim.errors import ArgumentError, PipeError, TimelineError
 from pipesim.graph import Tasks
 from pipesim.lowering.issue_order import ISSUE_ORDERS
@@ -30,11 +29,10 @@ def computed(graph: ps.TaskGraph) -> str:
 
 def forward_seconds(issue_order: Any, launch: float, m: int, n: int, **options: Any) -> float:
     """Return when the last F ends; F takes 1, messages nothing, and no time to issue."""
-    graph = ps.lower(ps.schedule("gpipe", n, m), issue_order=issue_order, step="none", **options)
-    table = ps.Costs(1, 1).of(graph).per_task().table
-    table = table._replace(launch=np.where(graph.op == Op.F, launch, 0.0))
-    timeline = ps.simulate(graph, TaskCosts.of_tasks(table))
-    return float(timeline.end[graph.op == Op.F].max())
+    schedule = ps.schedule("gpipe", n, m)
+    graph = ps.lower(schedule, issue_order=issue_order, forward_only=True, **options)
+    costs = ps.Costs(1, 1, launch=launch, launch_by_op={"messages": 0})
+    return ps.simulate(graph, costs).makespan
 
 
 def test_the_clock_cycle_costs_least() -> None:
@@ -120,7 +118,7 @@ def test_no_stream_changes_its_order(case: Any, data: st.DataObject) -> None:
     graphs = [ps.lower(schedule, **{**options, "issue_order": order}) for order in ISSUE_ORDERS]
     drawn = data.draw(costs(graphs[0].n_stages, graphs[0].n_devices))
     network = ps.Network(2.0, math.inf, host=ps.HostLink(1.0))
-    free = replace(drawn, launch=0.0, network=network, output_seconds=0.0)
+    free = replace(drawn, launch=0.0, launch_by_op=None, network=network, output_seconds=0.0)
     spans = {ps.simulate(graph, free).makespan for graph in graphs}
     assert len(spans) == 1
     assert queues(graphs[1]) == queues(graphs[2]) == queues(graphs[0])

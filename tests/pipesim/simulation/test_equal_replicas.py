@@ -74,7 +74,7 @@ def replicated_cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
     network = draw(regular_networks(graph.n_devices // n_replicas, n_replicas))
     costs = replace(costs, network=replace(network, host=draw(host_links())))
     if draw(st.integers(0, 3)):
-        costs = replace(costs, launch=0.0)
+        costs = replace(costs, launch=0.0, launch_by_op=None)
     if draw(st.booleans()):  # everything competes
         costs = replace(costs, output_bytes=2.0, gradient_bytes=3.0, reduce_grad=None)
     return graph, costs
