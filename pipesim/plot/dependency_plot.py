@@ -1,8 +1,9 @@
-"""Draw the dependencies between the tasks of a small graph: a column a clock cycle, a row a device.
+"""Draw the dependencies between the tasks of a small graph.
 
-The column of a task is its distance from the first task, counted in tasks of compute streams.
-Messages and collectives on other streams are side nodes: they are stacked in the gap between two
-columns.
+With a row a device, columns are clock cycles: the column of a task is its distance from the first
+task, counted in tasks of compute streams. With a row a micro-batch, each operation of a stage has a
+column. Messages and collectives on other streams are side nodes: they are stacked in the gap
+between two columns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipesim.ops import (
     REORDERED,
     SENDS,
     TRANSFERS,
+    Action,
     Op,
     is_expert_exchange,
     part_letter,
@@ -32,6 +34,7 @@ from pipesim.ops import (
 from pipesim.plot.paper_figure import (
     add_legend,
     axes_or_new,
+    label,
     set_device_rows,
     set_title,
     thinned_ticks,
@@ -91,7 +94,8 @@ class GraphLayout:
     ``tasks`` are the ids of the tasks that have a node. ``x``, ``y``, ``width`` and ``height`` are
     in columns and rows. ``is_main`` tells a node in a column, on a compute stream, from a side
     node. ``texts`` are as `pipesim.plot.dependencies` lists them, ``codes`` without the number of
-    the micro-batch, for small nodes.
+    the micro-batch, for small nodes. ``rows`` are the names of the rows; ``columns`` those of the
+    columns, empty for clock cycles.
     """
 
     tasks: Ints
@@ -103,7 +107,8 @@ class GraphLayout:
     texts: list[str]
     codes: list[str]
     arrows: list[Arrow]
-    n_columns: int
+    rows: list[str]
+    columns: list[str]
 
     @property
     def largest_stack(self) -> int:
@@ -112,23 +117,31 @@ class GraphLayout:
         return int(np.unique(gaps, axis=1, return_counts=True)[1].max(initial=1))
 
 
-def lay_out(graph: TaskGraph, *, messages: bool, order: bool) -> GraphLayout:
+def lay_out(graph: TaskGraph, *, messages: bool, order: bool, by_microbatch: bool) -> GraphLayout:
     """Return the positions of a graph's nodes and arrows.
 
     With ``messages``, messages are nodes; else an arrow leads from the producer of each to its
-    consumer. With ``order``, there are arrows for the order of compute streams.
+    consumer. With ``order``, there are arrows for the order of compute streams. ``by_microbatch``
+    makes a row of each micro-batch.
     """
     is_message = graph.is_op(TRANSFERS)
     main = graph.is_op(COMPUTE) | (graph.on_compute & (messages | ~is_message))
     shown = main | ~is_message | messages
-    column = _columns(graph, main)
+    if by_microbatch:
+        row, rows = _microbatch_rows(graph)
+        column, columns = _operation_columns(graph, main, row)
+    else:
+        row, rows = graph.device, [str(device) for device in range(graph.n_devices)]
+        column = _columns(graph, main)
+        columns = []
     tasks = np.flatnonzero(shown)
-    x, y = column.astype(np.float64), graph.device.astype(np.float64)
+    x, y = column.astype(np.float64), row.astype(np.float64)
     height = np.where(main, HEIGHT, SMALL_HEIGHT)
     side = np.flatnonzero(shown & ~main)
     x[side] = _gaps(graph, column, side)
     _stack(graph, side, x, y, height)
     several = len(np.unique(np.stack([graph.device, graph.stage]), axis=1).T) > graph.n_devices
+    several = several or by_microbatch
     return GraphLayout(
         tasks=tasks,
         x=x[tasks],
@@ -138,9 +151,64 @@ def lay_out(graph: TaskGraph, *, messages: bool, order: bool) -> GraphLayout:
         is_main=main[tasks],
         texts=[_text(graph.task(task), several) for task in tasks.tolist()],
         codes=[_code(graph.task(task)) for task in tasks.tolist()],
-        arrows=_arrows(graph, shown, main, order),
-        n_columns=int(column[main].max(initial=-1)) + 1,
+        arrows=_arrows(graph, shown, main, order, by_microbatch),
+        rows=rows,
+        columns=columns,
     )
+
+
+def _microbatch_rows(graph: TaskGraph) -> tuple[Ints, list[str]]:
+    """Return the row of each task, and the names of rows; tasks of whole stages are in the last."""
+    has_own = graph.microbatch >= 0
+    pairs = np.stack([graph.replica, graph.microbatch])
+    lanes, of_task = np.unique(pairs[:, has_own], axis=1, return_inverse=True)
+    replicas, numbers = lanes.tolist()
+    row = np.full(len(graph), len(numbers))
+    row[has_own] = of_task.ravel()
+    is_unique = len(set(numbers)) == len(numbers)
+    names = [
+        f"{number}" if is_unique else f"{number} of replica {replica}"
+        for replica, number in zip(replicas, numbers, strict=True)
+    ]
+    return row, names + ["all"] * (not has_own.all())
+
+
+def _operation_columns(
+    graph: TaskGraph, main: NDArray[np.bool_], row: Ints
+) -> tuple[Ints, list[str]]:
+    """Return the column of each task if an operation of a stage has a column, and their names.
+
+    An operation has the last column in which it is before all that need it: R right before B. A
+    task of a whole stage is below the last task that it needs, or behind one in its own row.
+    """
+    has_own = graph.microbatch >= 0
+    needed = [
+        [*graph.dependencies[task].tolist(), *([pair] if op in RECVS else [])]
+        for task, (op, pair) in enumerate(zip(graph.op.tolist(), graph.pair.tolist(), strict=True))
+    ]
+    n_after = np.zeros(len(graph), dtype=np.int64)  # of the same micro-batch
+    for task in range(len(graph) - 1, -1, -1):
+        for other in needed[task]:
+            if row[other] == row[task]:
+                n_after[other] = max(n_after[other], n_after[task] + main[task])
+    keys = np.stack([graph.stage, graph.op, graph.part, graph.peer_stage]).T
+    distance: dict[tuple[int, ...], int] = {}
+    for task in np.flatnonzero(main & has_own).tolist():
+        key = tuple(keys[task].tolist())
+        distance[key] = max(distance.get(key, 0), int(n_after[task]))
+    ranked = sorted(distance, key=lambda key: (-distance[key], -key[0], *key[1:]))
+    number = {key: place for place, key in enumerate(ranked)}
+    column = np.full(len(graph), -1, dtype=np.int64)
+    cells = set()
+    for task in range(len(graph)):
+        place = max((int(column[k] + (main[task] > has_own[k])) for k in needed[task]), default=-1)
+        if main[task] and has_own[task]:
+            place = number[tuple(keys[task].tolist())]
+        while main[task] and (row[task], place) in cells:
+            place += 1
+        cells.add((row[task], place))
+        column[task] = place
+    return column, [str(Action(key[0], Op(key[1]), None, key[3], key[2])) for key in ranked]
 
 
 def _columns(graph: TaskGraph, main: NDArray[np.bool_]) -> Ints:
@@ -175,23 +243,29 @@ def _stack(graph: TaskGraph, side: Ints, x: Floats, y: Floats, height: Floats) -
     peer[paired] = graph.device[graph.pair[paired]]
     gaps: dict[tuple[int, float], list[int]] = {}
     for task in side.tolist():
-        gaps.setdefault((int(graph.device[task]), float(x[task])), []).append(task)
-    for (device, _), tasks in gaps.items():
-        tasks.sort(key=lambda task: (int(np.sign(peer[task] - device)), int(peer[task]), task))
+        gaps.setdefault((int(y[task]), float(x[task])), []).append(task)
+    for (row, _), tasks in gaps.items():
+        sign = dict(zip(tasks, np.sign(peer - graph.device)[tasks].tolist(), strict=True))
+        tasks.sort(key=lambda task: (sign[task], int(peer[task]), task))
         size = ROOM / len(tasks)
         alone = len(tasks) == 1
         for position, task in enumerate(tasks):
-            offset = np.sign(peer[task] - device) * ROOM / 4
-            y[task] = device + (offset if alone else size * (position + 0.5) - ROOM / 2)
+            offset = sign[task] * ROOM / 4
+            y[task] = row + (offset if alone else size * (position + 0.5) - ROOM / 2)
             height[task] = min(SMALL_HEIGHT, 0.86 * size)
 
 
 def _arrows(
-    graph: TaskGraph, shown: NDArray[np.bool_], main: NDArray[np.bool_], order: bool
+    graph: TaskGraph,
+    shown: NDArray[np.bool_],
+    main: NDArray[np.bool_],
+    order: bool,
+    by_microbatch: bool,
 ) -> list[Arrow]:
     """Return the arrows: data, also through tasks without a node, and order of compute streams.
 
-    Arrows for data on one device are left out if other arrows imply them.
+    Arrows for data on one device are left out if other arrows imply them. So are those for the
+    order, if rows are micro-batches: they would cross many rows.
     """
     sources: list[set[int]] = []  # of each task, the nodes whose data it passes on
     data: list[Arrow] = []
@@ -212,12 +286,11 @@ def _arrows(
     arrows = data + [step for step in steps if step[1:] not in connected]
     ends = np.array([arrow[1:] for arrow in arrows], dtype=np.int64).reshape(-1, 2).T
     _, is_implied = ancestors(Edges(*ends), len(graph))
-    kept = [
-        arrow
-        for arrow, extra in zip(data, is_implied.tolist()[: len(data)], strict=True)
-        if arrow.sort == "message" or not extra
-    ]
+    implied = {x[1:]: extra for x, extra in zip(arrows, is_implied.tolist(), strict=True)}
+    kept = [x for x in data if x.sort == "message" or not implied[x[1:]]]
     connected = {arrow[1:] for arrow in kept}
+    if by_microbatch:
+        connected |= {pair for pair, extra in implied.items() if extra}
     return kept + [step for step in steps if step[1:] not in connected]
 
 
@@ -263,6 +336,7 @@ def dependencies(
     graph: TaskGraph,
     *,
     ax: Axes | None = None,
+    rows: str = "device",
     messages: str = "arrows",
     order: bool = True,
     legend: bool = True,
@@ -273,7 +347,8 @@ def dependencies(
     A row is a device, device 0 on top, in its colour. A column is a clock cycle: the distance from
     the first task, counted in tasks of compute streams. A node shows operation and micro-batch,
     ``F0``, and in front of them the stage if devices have several. Data on one device has an arrow
-    only if other arrows do not imply it.
+    only if other arrows do not imply it. ``rows="microbatch"`` has rows and columns as the paper's
+    figure 2.
 
     ====== ============================= ==================================================
     text   operation                     node
@@ -309,6 +384,12 @@ def dependencies(
         A graph with at most 300 tasks on compute streams.
     ax
         Axes to draw into; its limits are set. New axes by default.
+    rows
+        - ``"device"``: as above.
+        - ``"microbatch"``: a row is a micro-batch, and a column an operation of a stage, such as
+          0F 1F 2F 2B 1B 0B. Colours are still those of devices, and a node shows its stage too.
+          Tasks of whole stages, such as STEP, are in a last row. The order of a stream has an arrow
+          only if other arrows do not imply it.
     messages
         ``"arrows"``: an arrow from the producer of a message to its consumer. ``"labels"``: the
         same, with the number of its micro-batch on it. ``"nodes"``: SEND (``>0``) and RECV
@@ -329,6 +410,7 @@ def dependencies(
         The axes of the drawing, neither shown nor saved.
     """
     check_name("messages", messages, ("arrows", "labels", "nodes"))
+    by_microbatch = check_name("rows", rows, ("device", "microbatch")) == "microbatch"
     n_tasks = int(graph.on_compute.sum())
     if n_tasks > MOST_NODES:
         raise ArgumentError(
@@ -338,17 +420,22 @@ def dependencies(
         )
     from pipesim.plot import graph_figure
 
-    layout = lay_out(graph, messages=messages == "nodes", order=order)
-    per_device = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * layout.largest_stack)
-    ax = axes_or_new(ax, per_device * graph.n_devices)
-    set_device_rows(ax, graph.n_devices, 1.0, "")
-    dx = layout.width / 2 + 0.1
+    layout = lay_out(graph, messages=messages == "nodes", order=order, by_microbatch=by_microbatch)
+    per_row = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * layout.largest_stack)
+    ax = axes_or_new(ax, per_row * len(layout.rows))
+    set_device_rows(ax, len(layout.rows), 1.0, "")
+    dx, n_columns = layout.width / 2 + 0.1, int(layout.x[layout.is_main].max(initial=-1)) + 1
     ax.set_xlim(
         min(-0.6, float((layout.x - dx).min(initial=0.0))),
-        max(layout.n_columns - 0.4, 0.6, float((layout.x + dx).max(initial=0.0))),
+        max(n_columns - 0.4, 0.6, float((layout.x + dx).max(initial=0.0))),
     )
-    ax.set_xticks(thinned_ticks(layout.n_columns, 20))
-    ax.set_xlabel("Clock cycle")
+    if by_microbatch:
+        ax.set_xticks(range(len(layout.columns)), layout.columns)
+        ax.set_yticks(range(len(layout.rows)), layout.rows)
+        label(ax, "Stage and operation", "Micro-batch")
+    else:
+        ax.set_xticks(thinned_ticks(n_columns, 20))
+        ax.set_xlabel("Clock cycle")
     graph_figure.draw_arrows(ax, graph, layout, labels=messages == "labels")
     graph_figure.draw_nodes(ax, graph, layout)
     height = 0.0

@@ -80,7 +80,7 @@ def draw_arrows(ax: Axes, graph: TaskGraph, layout: GraphLayout, *, labels: bool
     """Draw the arrows; with ``labels``, messages carry the number of their micro-batch."""
     node_of = np.full(len(graph), -1, dtype=np.int64)
     node_of[layout.tasks] = np.arange(len(layout.tasks))
-    heights = _heights(graph, layout, node_of)
+    heights = _heights(layout, node_of)
     for arrow in layout.arrows:
         colour, style, width, zorder = _STYLES[arrow.sort]
         ends = int(node_of[arrow.source]), int(node_of[arrow.target])
@@ -104,9 +104,7 @@ def draw_arrows(ax: Axes, graph: TaskGraph, layout: GraphLayout, *, labels: bool
             text.set_in_layout(False)
 
 
-def _heights(
-    graph: TaskGraph, layout: GraphLayout, node_of: NDArray[np.int64]
-) -> dict[Arrow, float]:
+def _heights(layout: GraphLayout, node_of: NDArray[np.int64]) -> dict[Arrow, float]:
     """Return the distance from the middle of their row of arrows that pass other nodes (rows).
 
     Arrows that would overlap run apart, the longer ones farther out.
@@ -114,8 +112,9 @@ def _heights(
     rows: dict[int, list[tuple[float, float, Arrow]]] = {}
     for arrow in layout.arrows:
         first, last = (float(layout.x[node_of[task]]) for task in arrow[1:])
-        if arrow.sort != "message" and last - first > 1:
-            rows.setdefault(int(graph.device[arrow.target]), []).append((first, last, arrow))
+        one, row = (round(layout.y[node_of[task]]) for task in arrow[1:])
+        if one == row and last - first > 1:
+            rows.setdefault(row, []).append((first, last, arrow))
     heights = {}
     for spans in rows.values():
         spans.sort(key=lambda span: (span[1] - span[0], span[0]))
@@ -144,8 +143,8 @@ def _path(layout: GraphLayout, first: int, last: int, height: float) -> list[tup
     half0, half1 = float(layout.width[first]) / 2, float(layout.width[last]) / 2
     rise0, rise1 = float(layout.height[first]) / 2, float(layout.height[last]) / 2
     rows = round(y1) - round(y0)
-    if rows:
-        direction = float(np.sign(rows))
+    if rows or x0 == x1:
+        direction = float(np.sign(y1 - y0))
         points = [(x0, y0 + direction * rise0), (x1, y1 - direction * rise1)]
         if abs(rows) > 1:
             gap = np.floor(x1) - 0.5 if x1 == round(x1) else x1
@@ -158,7 +157,7 @@ def _path(layout: GraphLayout, first: int, last: int, height: float) -> list[tup
     obstacles = (layout.y.round() == round(y0)) & (layout.x > x0) & (layout.x < x1) & layout.is_main
     if not obstacles.any():
         return [(x0 + half0, y0), (x1 - half1, y1)]
-    start, end, top = x0 + 0.3 * half0, x1 - 0.3 * half1, y0 - height
+    start, end, top = x0 + 0.3 * half0, x1 - 0.3 * half1, round(y0) - height
     return [(start, y0 - rise0), (start + 0.15, top), (end - 0.15, top), (end, y1 - rise1)]
 
 

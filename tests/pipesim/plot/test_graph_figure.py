@@ -82,6 +82,49 @@ def test_clock_cycles_are_columns_and_devices_are_rows() -> None:
     assert boxes(ax)[:, 1].max() < high
 
 
+def test_rows_of_microbatches() -> None:
+    """Figure 2 of the paper: four micro-batches, three partitions; arrows as it has them."""
+    graph = lowered(step="none")
+    ax = drawn(graph, rows="microbatch")
+    assert rows(ax, 4) == [f"0F{i} 1F{i} 2F{i} 2B{i} 1B{i} 0B{i}" for i in range(4)]
+    labels = [tick.get_text() for tick in ax.get_xticklabels()]
+    assert labels == ["0F", "1F", "2F", "2B", "1B", "0B"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("Stage and operation", "Micro-batch")
+    chain = [*itertools.pairwise(labels)]
+    between = {f"{a}{i} {b}{i}" for a, b in chain for i in range(4)}
+    assert arrows(ax, graph, "message") == {x for x in between if not x.startswith("2F")}
+    down = {f"{j}F{i} {j}F{i + 1}" for j in range(3) for i in range(3)}
+    up = {f"{j}B{i + 1} {j}B{i}" for j in range(3) for i in range(3)}
+    assert arrows(ax, graph, "order") == down | up
+    assert arrows(ax, graph, "data") == {"2F3 2B3"}
+    skip = lowered(step="none", skips=[(0, 2)])
+    passing = {f"0F{i} 2F{i}" for i in range(4)} | {f"2B{i} 0B{i}" for i in range(4)}
+    ax = drawn(skip, rows="microbatch")
+    assert arrows(ax, skip, "message") == passing | {x for x in between if x[:2] != "2F"}
+    tops = np.unique(boxes(ax)[:, 2].round(6))  # of the nodes in each row
+    for patch in ax.patches:  # they pass the node of the middle stage above it, in their own row
+        ids = str(patch.get_gid()).partition(":")[2].split(">")
+        if " ".join(str(skip.task(int(x))) for x in ids if x) in passing:
+            height = patch.get_path().vertices[1:3, 1]
+            row = int(np.ceil(height[0]))
+            assert (row - 0.5 < height).all()
+            assert (height < tops[row]).all()
+
+
+def test_rows_of_microbatches_with_recompute_and_steps() -> None:
+    """R right before its B; tasks of whole stages in the last row; rows of each replica."""
+    ax = drawn(lowered(n=2, m=2, recompute="except_last"), rows="microbatch")
+    assert rows(ax, 3) == [
+        "0F0 1F0 1R0 1B0 0R0 0B0", "0F1 1F1 . 1B1 . 0B1", ". . . 1ST . 0ST"
+    ]  # fmt: skip
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["0", "1", "all"]
+    ax = drawn(lowered("zb_h1", 2, 2, step="none"), rows="microbatch")
+    assert rows(ax, 1) == ["0F0 1F0 1I0 0I0 1W0 0W0"]
+    ax = drawn(lowered(n=2, m=1, n_replicas=2, step="none"), rows="microbatch")
+    names = [tick.get_text() for tick in ax.get_yticklabels()]
+    assert names == ["0 of replica 0", "0 of replica 1", "all"]
+
+
 def test_arrows_are_messages_data_and_order() -> None:
     graph = lowered(n=2, m=2, step="none")
     ax = drawn(graph)
@@ -116,6 +159,7 @@ def test_arrows_lead_from_node_to_node() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", ["device", "microbatch"])
 @pytest.mark.parametrize("messages", ["arrows", "labels", "nodes"])
 @pytest.mark.parametrize(
     "graph",
@@ -129,8 +173,8 @@ def test_arrows_lead_from_node_to_node() -> None:
     ],
     ids=lambda graph: f"{graph.name}-{len(graph)}",
 )
-def test_nodes_do_not_overlap(graph: ps.TaskGraph, messages: str) -> None:
-    ax = drawn(graph, messages=messages)
+def test_nodes_do_not_overlap(graph: ps.TaskGraph, messages: str, rows: str) -> None:
+    ax = drawn(graph, messages=messages, rows=rows)
     cells = boxes(ax)
     left, right, low, high = (column[:, None] for column in cells.T)
     both = (np.minimum(right, right.T) - np.maximum(left, left.T) > 1e-9) & (
@@ -274,6 +318,8 @@ def test_large_graphs_are_refused() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(UnknownNameError, match="unknown messages 'node'; did you mean 'nodes'"):
         lowered().plot(messages="node")
+    with pytest.raises(UnknownNameError, match="unknown rows 'stage'"):
+        lowered().plot(rows="stage")
     with pytest.raises(ArgumentError, match=r"graph must be a pipesim\.TaskGraph, got 3"):
         plot.dependencies(3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="ax must be a matplotlib Axes"):
