@@ -266,7 +266,8 @@ def check_shardable(
         if parameter.device.type != "cpu":
             raise ArgumentError(
                 f"{what}, but parameter {name!r} of stage {stage} is on {parameter.device}; "
-                "shards run on CPU workers, with gloo: lower without it"
+                "shards run on CPU workers, with gloo: lower without it, and save memory there by "
+                "recompute or offload (docs/limits.md); ps.simulate has shards for GPUs too"
             )
     for name, layer in module.named_modules():
         if getattr(layer, "sparse", False):
