@@ -8,6 +8,7 @@ from pipesim._version import __version__ as __version__
 from pipesim.utils.packages import lazy_names
 
 if TYPE_CHECKING:
+    from pipeexec.autograd_nodes import autograd_graph
     from pipeexec.checkpoints.directory import latest_checkpoint
     from pipeexec.checkpoints.load import load_checkpoint, read_checkpoint
     from pipeexec.checkpoints.save import save_checkpoint
@@ -51,6 +52,7 @@ __all__ = [
     "ShardedEmbedding",
     "Stages",
     "annotate_torch_pipelining",
+    "autograd_graph",
     "check_equivalent",
     "from_torch",
     "is_checkpointing",

@@ -133,41 +133,42 @@ class Backward(Protocol):
 
 def link_cycles(
     cycles: Iterable[Sequence[Cell]], recomputed: Sequence[bool], issuer: TaskIssuer, phony: Tensor
-) -> Tensor:
+) -> list[Tensor]:
     """Append one node a clock cycle of the forward to ``phony``; return the last node's phony."""
     for cycle in cycles:
         tasks = newest_first(cycle, recomputed)
-        phony = _TaskNode.apply(issuer, tasks, phony)  # type: ignore[no-untyped-call]
-    return phony
+        phony = _Tasks.apply(issuer, tasks, phony)  # type: ignore[no-untyped-call]
+    return [phony]
 
 
-def link_tasks(tasks: Sequence[PartitionTask], issuer: TaskIssuer, phony: Tensor) -> Tensor:
+def link_tasks(tasks: Sequence[PartitionTask], issuer: TaskIssuer, phony: Tensor) -> list[Tensor]:
     """Append one node a task to ``phony``, so that tasks are issued in order.
 
     The first task is the newest node. Returns that node's phony.
     """
     for task in reversed(tasks):
-        phony = _TaskNode.apply(issuer, [task], phony)  # type: ignore[no-untyped-call]
-    return phony
+        phony = _Tasks.apply(issuer, [task], phony)  # type: ignore[no-untyped-call]
+    return [phony]
 
 
 def link_backward(
-    backward: Backward, inputs: Tensors, nodes: Callable[[TaskIssuer, Tensor], Tensor]
+    backward: Backward, inputs: Tensors, nodes: Callable[[TaskIssuer, Tensor], list[Tensor]]
 ) -> Callable[[Sequence[Tensors]], Tensors]:
     """Make the graph of a backward; return a function that ties the outputs to the graph.
 
-    ``nodes`` appends the nodes of the tasks to a phony, and returns the phony of the last node. The
-    returned function takes the outputs of each micro-batch, and returns those of the mini-batch.
+    ``nodes`` appends the nodes of the tasks to a phony, and returns the phonies of the last nodes.
+    The returned function takes the outputs of each micro-batch, and returns those of the
+    mini-batch.
     """
     has_entry = any(x.requires_grad for x in inputs)
     issuer = TaskIssuer(backward, has_entry)
     entry = torch.empty(0, requires_grad=True)
     if has_entry:
-        entry = _Enter.apply(issuer, *inputs)  # type: ignore[no-untyped-call]
-    end = nodes(issuer, entry)
+        entry = _Scatter.apply(issuer, *inputs)  # type: ignore[no-untyped-call]
+    ends = nodes(issuer, entry)
 
     def leave(outputs: Sequence[Tensors]) -> Tensors:
-        return _Leave.apply(backward, outputs, end)  # type: ignore[no-untyped-call, no-any-return]
+        return _Gather.apply(backward, outputs, *ends)  # type: ignore[no-untyped-call, no-any-return]
 
     return leave
 
@@ -181,7 +182,7 @@ _QUEUES: dict[int, deque[tuple[Backward, PartitionTask]]] = {}
 class TaskIssuer:
     """Issues the tasks of one call as the engine runs the nodes of the call.
 
-    If the inputs need gradients (``has_entry``), the last node is an `_Enter`.
+    If the inputs need gradients (``has_entry``), the last node is a `_Scatter`.
     """
 
     def __init__(self, backward: Backward, has_entry: bool) -> None:
@@ -228,17 +229,19 @@ def check_first_derivative() -> None:
         )
 
 
-class _TaskNode(Function):
+class _Tasks(Function):
+    """Issues tasks, in order."""
+
     @staticmethod
     def forward(ctx: Any, issuer: TaskIssuer, tasks: Sequence[PartitionTask], _: Tensor) -> Tensor:
-        ctx.issuer, ctx.tasks = issuer, tasks
+        ctx.issuer, ctx.partition_tasks = issuer, tasks
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> Any:
         check_first_derivative()
-        ctx.issuer.issue_or_queue(ctx.tasks)
+        ctx.issuer.issue_or_queue(ctx.partition_tasks)
         return None, None, None  # the engine runs the node before nevertheless
 
 
@@ -252,10 +255,13 @@ class _ForgetOnDelete:
         self._backward.forget()
 
 
-class _Leave(Function):
+class _Gather(Function):
+    """The outputs of the mini-batch: takes their gradients."""
+
     @staticmethod
-    def forward(ctx: Any, backward: Backward, outputs: Sequence[Tensors], _: Tensor) -> Any:
+    def forward(ctx: Any, backward: Backward, outputs: Sequence[Tensors], *ends: Tensor) -> Any:
         ctx.target, ctx.forget_on_delete = backward, _ForgetOnDelete(backward)
+        ctx.n_ends = len(ends)
         ctx.sizes = [
             [len(x) if x.dim() else 1 for x in parts] for parts in zip(*outputs, strict=True)
         ]
@@ -273,10 +279,12 @@ class _Leave(Function):
             for x, sizes in zip(gradients, ctx.sizes, strict=True)
         ]
         ctx.target.begin(list(zip(*parts, strict=True)))
-        return None, None, None
+        return (None,) * (2 + ctx.n_ends)
 
 
-class _Enter(Function):
+class _Scatter(Function):
+    """The inputs of the mini-batch: returns their gradients."""
+
     @staticmethod
     def forward(ctx: Any, issuer: TaskIssuer, *inputs: Tensor) -> Tensor:
         ctx.issuer = issuer

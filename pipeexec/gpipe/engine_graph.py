@@ -56,7 +56,8 @@ class _Node(Function):
         j: int,
         *phonies: Tensor,
     ) -> Any:
-        ctx.issuer, ctx.op, ctx.microbatch, ctx.partition = issuer, op, i, j
+        ctx.issuer, ctx.microbatch, ctx.partition = issuer, i, j
+        ctx.partition_tasks = [] if op is None else [(op, i, j)]
         # A GPU's thread of the engine issues the tasks of its GPU; see `TaskIssuer` for the CPU's.
         ctx.is_direct = device.type != "cpu"
         ctx.n_phonies = len(phonies)
@@ -67,12 +68,11 @@ class _Node(Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         check_first_derivative()
-        if ctx.op is not None:
-            task = ctx.op, ctx.microbatch, ctx.partition
-            if ctx.is_direct:
+        if ctx.is_direct:
+            for task in ctx.partition_tasks:
                 ctx.issuer.backward.issue(*task)
-            else:
-                ctx.issuer.issue_or_queue([task])
+        elif ctx.partition_tasks:
+            ctx.issuer.issue_or_queue(ctx.partition_tasks)
         return (None,) * (6 + ctx.n_phonies)
 
 
@@ -106,18 +106,14 @@ class Join(_Node):
     """The end of a phony: what comes before it in the backward is issued before `Layers`."""
 
 
-class Gather(_Node):
-    """All micro-batches of a mini-batch."""
-
-
 def link_engine(
     recomputed: Sequence[bool],
     tracked: Sequence[int],
     devices: Sequence[torch.device],
     issuer: TaskIssuer,
     phony: Tensor,
-) -> Tensor:
-    """Append the nodes of a backward to ``phony``; return the phony of the last node.
+) -> list[Tensor]:
+    """Append the nodes of a backward to ``phony``; return the last phony of each micro-batch.
 
     Parameters
     ----------
@@ -152,5 +148,4 @@ def link_engine(
                 if recomputed[i]:
                     ends[i], fork = node(Fork, i, j, ends[i])
                     ends[i] = node(Join, i, j, ends[i], node(Recompute, i, j, fork))
-    last_node: Tensor = node(Gather, -1, last, *ends)
-    return last_node
+    return ends

@@ -7,12 +7,14 @@ wide, and returns the axes. `panels` and `overlay` make a figure. None shows or 
 
 from pipesim.analysis.compare import Comparison
 from pipesim.costs.costs import Costs
+from pipesim.graph.autograd_graph import AutogradGraph
 from pipesim.graph.graph import TaskGraph
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.network.parallel_layout import Layout
+from pipesim.plot.autograd_plot import autograd_graph, autograd_graph_html
 from pipesim.plot.charts import accuracy, bars, idle, memory, plan_front
 from pipesim.plot.dependency_plot import dependencies
 from pipesim.plot.exchange_plot import exchange
@@ -32,6 +34,8 @@ __all__ = [
     "PALETTE",
     "TWO_COLUMNS",
     "accuracy",
+    "autograd_graph",
+    "autograd_graph_html",
     "bars",
     "comparison",
     "comparison_html",
@@ -56,10 +60,16 @@ __all__ = [
 add_methods(Timeline, plot="pipesim.plot.accessors:TimelinePlot")
 add_methods(Comparison, plot="pipesim.plot.timelines:comparison")
 add_methods(TaskGraph, plot="pipesim.plot.dependency_plot:dependencies")
+add_methods(
+    AutogradGraph,
+    plot="pipesim.plot.autograd_plot:autograd_graph",
+    to_html="pipesim.plot.autograd_plot:autograd_graph_to_html",
+)
 for _kind, _function in {
     Timeline: "html:timeline_html",
     Comparison: "html:comparison_html",
     TaskGraph: "html:graph_html",
+    AutogradGraph: "autograd_plot:autograd_graph_html",
     Schedule: "html:schedule_html",
     Costs: "html_tables:costs_html",
     GPU: "html_tables:gpu_html",

@@ -46,8 +46,8 @@ class BoxLabels(Artist):
     do not fit.
     """
 
-    #: Smallest size (points).
-    smallest = SMALLEST
+    #: Smallest size (points), and the share of numbers that must fit at the size of all.
+    smallest, at_size = SMALLEST, MIN_AT_SIZE
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class BoxLabels(Artist):
             kind_room = room[self.kinds == kind]
             if np.quantile(kind_room, 1 - MIN_FITTING) >= self.smallest:
                 legible.append(kind)
-                size = min(size, float(np.quantile(kind_room, 1 - MIN_AT_SIZE, method="lower")))
+                size = min(size, float(np.quantile(kind_room, 1 - self.at_size, method="lower")))
         size = max(size, self.smallest)
         # Boxes of equal length differ in the last digits of their times.
         return np.flatnonzero(np.isin(self.kinds, legible) & (room >= 0.999 * size)), size
@@ -110,8 +110,8 @@ class NodeTexts(BoxLabels):
     for nodes into which neither fits.
     """
 
-    #: Graphs have more texts than timelines of the same width.
-    smallest = 4.5
+    #: Graphs have more texts than timelines of the same width, and all must fit.
+    smallest, at_size = 4.5, 1.0
 
     def __init__(
         self,

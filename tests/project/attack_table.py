@@ -21,7 +21,7 @@ from places import DATA
 import pipesim as ps
 from pipesim.calibration import Calibration
 from pipesim.costs import TaskCosts, Workload
-from pipesim.graph import Tasks
+from pipesim.graph import AutogradGraph, AutogradNode, Tasks
 from pipesim.models.gpu import Kernel
 from pipesim.planning import OptimizedSchedule, Plans
 from pipesim.simulation import Normal, Scenarios
@@ -385,6 +385,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.calibration.Calibration.predict": lambda _: {"self": calibration(), "rows": MEASURED},
     "ps.calibration.Calibration.save": lambda to: {"self": calibration(), "path": to / "gpu.json"},
     "ps.calibration.Calibration.to_dict": lambda _: {"self": calibration()},
+    "ps.plot.autograd_graph": lambda _: {"graph": AutogradGraph([AutogradNode("Addmm")], [])},
     "ps.plot.bars": lambda _: {"table": ps.compare({"x": timeline()})},
     "ps.plot.comparison": lambda _: {"comparison": ps.Comparison(timeline(), timeline())},
     "ps.plot.dependencies": lambda _: {"graph": graph()},

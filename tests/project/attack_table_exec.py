@@ -272,6 +272,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "record": None, "costs": None, "timelines": [1], "progress": False},
     "px.validate": lambda _: short(),
     "px.annotate_torch_pipelining": lambda _: {},
+    "px.autograd_graph": lambda _: {"output": gpipe()(torch.ones(4, 2))},
     "px.watch_sync": lambda _: {"model": nn.Linear(2, 2), "group": None},
     "px.data_parallel.scaled_learning_rate": lambda _: {
         "learning_rate": 0.1, "batch_size": 512, "reference_batch_size": 256, "rule": "sqrt"},

@@ -20,6 +20,7 @@ from torch import nn
 import pipeexec as px
 import pipesim as ps
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
+from pipesim.graph import AutogradGraph
 from pipesim.ops import Op
 from pipesim.scheduling.autograd_engine import engine_order
 
@@ -113,27 +114,6 @@ def test_the_first_step_of_a_process_has_another_order() -> None:
     assert done.stdout.splitlines() == ["R3 R2 R1 B3 B2 B1 R0 B0", "R3 R2 R1 R0 B3 B2 B1 B0"]
 
 
-def n_choices(output: torch.Tensor) -> int:
-    """Return how often the engine has several ready nodes, if it runs the newest first."""
-    nodes, waits = [output.grad_fn], Counter[Any]()
-    for node in nodes:
-        assert node is not None
-        for after, _ in node.next_functions:
-            if after is not None:
-                nodes += [after] if after not in waits else []
-                waits[after] += 1
-    ready, n = [nodes[0]], 0
-    while ready:
-        n += len(ready) > 1
-        node = ready.pop()
-        assert node is not None
-        for after, _ in node.next_functions:
-            if after is not None:
-                waits[after] -= 1
-                ready += [after] if not waits[after] else []
-    return n
-
-
 @pytest.mark.parametrize(
     ("options", "has_choice"),
     [
@@ -149,34 +129,32 @@ def test_the_engine_has_a_choice_only_without_dependencies(
     """Elsewhere the graph is a chain, whose order is imposed."""
     layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
     model = px.GPipe(layers, [1] * 3, devices=["cpu"] * 3, chunks=4, **options)
-    assert (n_choices(model(torch.ones(4, 1))) > 0) == has_choice
+    output = model(torch.ones(4, 1))
+    graph = px.autograd_graph(output)
+    output.sum().backward()
+    assert graph.n_choices is not None
+    assert (graph.n_choices > 0) == has_choice
 
 
-def race(output: torch.Tensor, draw: Callable[[list[int]], int]) -> tuple[tuple[str, ...], ...]:
+def race(graph: AutogradGraph, draw: Callable[[list[int]], int]) -> tuple[tuple[str, ...], ...]:
     """Run a graph's nodes as the engine does with a thread a partition; ``draw`` has the next run.
 
     Each thread runs the newest of its ready nodes. Returns R and B of each partition in order.
     """
-    waits, nodes = Counter[Any](), [output.grad_fn]
-    for node in nodes:
-        assert node is not None
-        for after, _ in node.next_functions:
-            if after is not None:
-                nodes += [after] if after not in waits else []
-                waits[after] += 1
+    waits = Counter(edge.target for edge in graph.edges)
     orders: list[list[str]] = [[], []]
-    ready: list[list[Any]] = [[], [nodes[0]]]
+    ready: list[list[int]] = [[], [0]]
     while partitions := [j for j in range(2) if ready[j]]:
         j = draw(partitions)
-        node = max(ready[j], key=lambda node: node._sequence_nr())
+        node = max(ready[j], key=lambda k: graph.nodes[k].sequence or 0)
         ready[j].remove(node)
-        if getattr(node, "op", None) is not None:
-            orders[j].append(f"{j}{node.op.name}{node.microbatch}")
-        for after, _ in node.next_functions:
-            if after is not None:
-                waits[after] -= 1
-                if not waits[after]:
-                    ready[getattr(after, "partition", j)].append(after)
+        orders[j] += map(str, graph.nodes[node].tasks)
+        for edge in graph.edges:
+            if edge.source == node:
+                waits[edge.target] -= 1
+                if not waits[edge.target]:
+                    partition = graph.nodes[edge.target].partition
+                    ready[j if partition is None else partition].append(edge.target)
     return tuple(map(tuple, orders))
 
 
@@ -187,8 +165,8 @@ def test_threads_that_race_take_the_orders_of_the_model(checkpoint: Any) -> None
     model = px.GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=["cpu"] * 2,
                      chunks=3, checkpoint=checkpoint, dependencies=False)  # fmt: skip
     model(torch.ones(3, 1)).sum().backward()  # the first step may have another order
-    output, generator = model(torch.ones(3, 1)), np.random.default_rng(0)
-    raced = {race(output, lambda js: int(generator.choice(js))) for _ in range(200)}
+    graph, generator = px.autograd_graph(model(torch.ones(3, 1))), np.random.default_rng(0)
+    raced = {race(graph, lambda js: int(generator.choice(js))) for _ in range(200)}
     possible = ps.autograd_orders(2, 3, COSTS, recompute=checkpoint)
     assert possible.is_exhaustive
     assert raced == {

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeexec.gpipe import backward_order
 from pipeexec.gpipe.backward_order import (
     TaskIssuer,
-    _TaskNode,
+    _Tasks,
     link_backward,
     link_tasks,
     unordered_backward,
@@ -152,7 +152,7 @@ def test_the_gradient_of_an_input_comes_after_all_tasks() -> None:
     def run_nodes() -> None:
         """Run all nodes of the second call within a task of the first, as the engine may."""
         for _ in range(3):
-            _TaskNode.backward(graph[0], None)  # type: ignore[no-untyped-call]
+            _Tasks.backward(graph[0], None)  # type: ignore[no-untyped-call]
             graph[0] = graph[0].next_functions[0][0]
         assert second.issued == []
         gradients.extend(graph[0].apply(None))
