@@ -245,9 +245,9 @@ def _draw_boxes(ax: Axes, columns: dict[str, Ints], boxes: _Boxes, *, letters: b
         source = first if level == len(middles) - 2 else request
         above, below = (source[boxes.phases[k].entries] for k in (level, level + 1))
         pairs = np.argwhere((above[:, None] == below) & (above >= 0)[:, None])
-        segments: Any = np.stack(
-            [middles[level][pairs[:, 0]], middles[level + 1][pairs[:, 1]]], axis=1
-        )
+        middles_of_lines = [middles[level + k][pairs[:, k]] for k in (0, 1)]
+        edges = [[(0, HEIGHT / 2)], [(0, -HEIGHT / 2)]]  # below a box, above the next
+        segments: Any = np.stack(middles_of_lines, axis=1) + np.stack(edges, axis=1)
         lines = LineCollection(
             segments, colors=0.75 * palette[owner[above[pairs[:, 0]]]], linewidths=0.8, zorder=1,
         )  # fmt: skip

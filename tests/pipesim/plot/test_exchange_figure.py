@@ -54,6 +54,9 @@ def links(ax: Axes, level: int) -> list[tuple[int, int]]:
     """Return which boxes of a phase lines join to which of the next, counted from the left."""
     (lines,) = (x for x in ax.collections if x.get_gid() == f"exchange:lines:{level}")
     ends = np.array([path.vertices[:, 0] for path in lines.get_paths()])
+    levels = np.array([path.vertices[:, 1] for path in lines.get_paths()]) - level
+    assert np.ptp(levels, axis=0).max() == 0
+    assert 0.25 < levels[0, 0] < levels[0, 1] < 0.75  # between the boxes, behind none
     above, below = (np.sort(middles(ax, PHASES[level + k])) for k in (0, 1))
     return [(int(np.argmin(abs(above - a))), int(np.argmin(abs(below - b)))) for a, b in ends]
 
