@@ -386,7 +386,7 @@ class Calibration:
         }
         costs = Costs(
             **values,
-            launch=launch,
+            **self._imposed_launches(launch),
             network=network,
             **collective_seconds(timelines),
             **norm_seconds(timelines, network),
@@ -422,6 +422,22 @@ class Calibration:
         if any(isinstance(device, CudaDevice) for device in self.pipeline.devices):
             return launch_seconds(self.loaded_steps, self.isolated_steps)
         return mean_launch(self.loaded_steps)
+
+    def _imposed_launches(self, launch: float) -> dict[str, Any]:
+        """Return launches of costs: apart for operations that workers impose other launches on."""
+        ops = {op for device in self.pipeline.devices for op in device.launch_by_op}
+        times = [step.host_times for step in self.loaded_steps]
+        if not ops or any(x is None for x in times):
+            return {"launch": launch}
+        seconds = np.mean(np.array(times, dtype=np.float64), axis=0)
+        op, is_apart = self.loaded.graph.op, np.isin(self.loaded.graph.op, [*ops])
+        others = seconds[~is_apart]
+        return {
+            "launch": float(np.nanmean(others)) if len(others) else launch,
+            "launch_by_op": {
+                one: float(np.nanmean(seconds[op == one])) for one in ops if (op == one).any()
+            },
+        }
 
 
 def breadth_first(

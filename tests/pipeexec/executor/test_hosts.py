@@ -269,24 +269,32 @@ def test_a_late_host_launches_after_the_tasks_that_it_needs(
 @pytest.mark.slow
 @pytest.mark.measures_time
 def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the costs that are measured on such workers: with one host that is late, and with two."""
+    """By the costs that are measured on such workers: with one host that is late, and with two.
+
+    Also if messages take less.
+    """
     monkeypatch.setattr(
         sys.modules["pipeexec.profiling.calibration"], "pairs_of", lambda _: []
     )  # takes seconds
     launch, m = 4e-3, 6
-    for hosts in ("one", "per_device"):
+    free: dict[str, Any] = {"launch_by_op": {"messages": 0}}
+    for hosts, by_op in (("one", {}), ("per_device", {}), ("one", free)):
         graph = ps.lower(ps.schedule("gpipe", 2, m), hosts=hosts, host_threads=True, step="none")
         stages = nap_stages(2, 2e-3, 2e-3)
-        with px.Pipeline(stages, graph, px.workers(2, launch=launch), mse) as subject:
+        workers = px.workers(2, launch=launch, **by_op)
+        with px.Pipeline(stages, graph, workers, mse) as subject:
             batch = data(12, 4)
             costs = px.profile(subject, *batch, n_steps=1, warm_up=1)
             measured = subject.step(*batch).timeline.makespan
             calibrated = Calibration(subject, *batch).loaded.graph
             assert calibrated.host.tolist() == graph.host.tolist()
         assert 0.8 * launch < costs.launch < 1.6 * launch
+        assert all(0 <= x < 0.4 * launch for _, x in costs.launch_by_op or ())
+        assert len(costs.launch_by_op or ()) == (4 if by_op else 0)
         predicted = ps.simulate(graph, costs).makespan
         assert 0.6 < predicted / measured < 1.6
-        assert predicted > 0.8 * launch * len(graph) / (1 if hosts == "one" else 2)
+        total = ps.Costs(0, 0, launch=launch, **by_op).of(graph).launch.sum()
+        assert predicted > 0.8 * total / (1 if hosts == "one" else 2)
 
 
 @pytest.mark.parametrize("launch", [-1e-3, float("inf"), "fast", None])
