@@ -165,6 +165,7 @@ def _note_order(functions: Sequence[Node], roots: Sequence[Node], graph: Autogra
     run = -1  # number of the engine's run
     order: list[tuple[int, int]] = []  # node and thread
     hooks: list[RemovableHandle] = []
+    lock = threading.Lock()  # roots on several GPUs run in a thread each
 
     def end_backward() -> None:
         threads = {thread: k for k, thread in enumerate(dict.fromkeys(t for _, t in order))}
@@ -180,12 +181,13 @@ def _note_order(functions: Sequence[Node], roots: Sequence[Node], graph: Autogra
         def note(_: object) -> None:
             nonlocal run
             current = torch._C._current_graph_task_id()
-            if is_root and current != run:  # the first root; a run before it has failed
-                run = current
-                order.clear()
-                Variable._execution_engine.queue_callback(end_backward)
-            if current == run:
-                order.append((k, threading.get_ident()))
+            with lock:
+                if is_root and current != run:  # the first root; a run before it has failed
+                    run = current
+                    order.clear()
+                    Variable._execution_engine.queue_callback(end_backward)
+                if current == run:
+                    order.append((k, threading.get_ident()))
 
         return note
 

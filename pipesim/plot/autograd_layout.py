@@ -287,8 +287,9 @@ class _Layout:
         for start, stop in pairwise([*self.block_starts, end]):
             if stop - starts[-1] > most and start > starts[-1]:
                 starts.append(start)
-            while stop - starts[-1] > most:
-                starts.append(starts[-1] + most)
+            width, first = stop - starts[-1], starts[-1]
+            n_lines = math.ceil(width / most)
+            starts += [first + k * math.ceil(width / n_lines) for k in range(1, n_lines)]
         return starts
 
     def layout(self) -> AutogradLayout:
@@ -303,7 +304,8 @@ class _Layout:
             x, y = self.x[k] - starts[line[k]], self.y[k] + line[k] * pitch
             number = "" if node.position is None else str(node.position)
             height, lines = self.height.get(k, HEIGHT), [*name_lines(node.name), number]
-            boxes.append(Box(k, x, y, lines, self.partition[k], node.name == "Recompute", height))
+            partition = node.partition if self.lane[k] is None else self.partition[k]
+            boxes.append(Box(k, x, y, lines, partition, node.name == "Recompute", height))
         frames = []
         for k in self.cycles:
             x, y = boxes[k].x, boxes[k].y
