@@ -14,11 +14,7 @@ from pipesim.ops import Action, Op
 if TYPE_CHECKING:
     import pandas as pd
 
-    from pipesim.plot.autograd_plot import (
-        autograd_graph,
-        autograd_graph_html,
-        autograd_graph_to_html,
-    )
+    from pipesim.plot.autograd_plot import autograd_graph, autograd_graph_to_html
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,6 @@ class AutogradGraph:
     if TYPE_CHECKING:  # registered by the rooms that have them
         plot = autograd_graph
         to_html = autograd_graph_to_html
-        _repr_html_ = autograd_graph_html
 
     def __post_init__(self) -> None:
         self.nodes, self.edges = tuple(self.nodes), tuple(AutogradEdge(*x) for x in self.edges)

@@ -209,6 +209,6 @@ def test_a_page_has_the_drawing_and_all_nodes(tmp_path: Path) -> None:
 
 
 def test_notebooks_show_a_picture_and_numbers() -> None:
-    html = fork_and_join(2, 1, dependencies=False)._repr_html_()
+    html = plot.autograd_graph_html(fork_and_join(2, 1, dependencies=False))
     assert "<img" in html
     assert "13 nodes, " in html
