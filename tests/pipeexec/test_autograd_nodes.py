@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
@@ -223,11 +224,20 @@ def test_one_backward_is_noted() -> None:
     middle.sum().backward(retain_graph=True)  # of another output
     assert graph.order == ()
     torch.autograd.grad(output.sum(), middle, retain_graph=True)  # runs one of three nodes
-    assert graph.order == ("Exp",)
+    assert [node.position for node in graph.nodes] == [0, None, None]
     again = px.autograd_graph(output)
     output.sum().backward()
     assert graph.order == ("Exp",)
     assert again.order == ("Exp", "Mul", "AccumulateGrad")
+
+
+def test_runs_within_the_backward_are_others() -> None:
+    """A reentrant checkpoint runs the weight's node twice: once in a run of its own."""
+    weight = torch.ones(2, requires_grad=True)
+    inner = checkpoint(lambda x: x * weight, torch.ones(2, requires_grad=True), use_reentrant=True)
+    graph = px.autograd_graph(output := weight.exp() + inner)
+    output.sum().backward()
+    assert sorted(node.position or 0 for node in graph.nodes) == list(range(len(graph)))
 
 
 def test_outputs_without_a_graph() -> None:

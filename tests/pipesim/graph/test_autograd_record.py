@@ -31,6 +31,8 @@ def graph(edges: list[tuple[int, int]], runs: list[list[int]]) -> AutogradGraph:
         ([(0, 1), (0, 2)], [[0, 1, -1], [-1, -1, 2]], 0),
         # 3 and 4 of the second thread are ready once 1 of the first is finished: 2 tells that.
         ([(0, 1), (1, 2), (1, 3), (1, 4)], [[0, 1, 2, -1, -1], [-1, -1, -1, 3, 4]], 1),
+        # 2 needs 1, which nothing tells to be finished but that 2 is run; then 3 is ready, too.
+        ([(0, 1), (1, 2), (0, 3)], [[0, 1, -1, -1], [-1, -1, 2, 3]], 1),
         # 1 may still be running when 3 is run, and 2 needs it: not known to be a choice.
         ([(0, 1), (1, 2), (0, 3)], [[0, 1, -1, -1], [-1, -1, 3, 2]], 0),
     ],
