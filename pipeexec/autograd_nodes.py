@@ -40,7 +40,9 @@ def autograd_graph(output: Any, *, max_nodes: int = 1000) -> AutogradGraph:
 
     - With dependencies, `pipeexec.GPipe` has a chain of nodes, one a clock cycle, which issue
       several tasks each. Without, it has torchgpipe's nodes. The nodes of its layers are in graphs
-      of their own, one a micro-batch and partition, which tasks run.
+      of their own, one a micro-batch and partition, which tasks run. Edges of ``Scatter`` to
+      parameters are left out: a gradient passes there only if `torch.autograd.grad` or a hook of
+      a parameter takes it.
     - For a stage of a `pipeexec.Pipeline`, call it in a forward hook of the stage's module:
       ``module.register_forward_hook(lambda module, args, output: graphs.append(
       px.autograd_graph(output)))``. A forward that is recomputed has no graph: recompute never.
@@ -105,7 +107,7 @@ def autograd_graph(output: Any, *, max_nodes: int = 1000) -> AutogradGraph:
             or (nodes[k].name, input_number) == ("Join", 1),
         ): None
         for k, function in enumerate(functions)
-        for input_number, (target, output_number) in enumerate(function.next_functions)
+        for input_number, (target, output_number) in enumerate(_targets(function))
         if target is not None
     }
     graph = AutogradGraph(nodes, list(edges))
@@ -118,7 +120,7 @@ def _sorted_functions(roots: Sequence[Node]) -> list[Node]:
     waits = Counter[Node]()
     stack, visited = list(roots), set(roots)
     while stack:
-        for target, _ in stack.pop().next_functions:
+        for target, _ in _targets(stack.pop()):
             if target is not None:
                 waits[target] += 1
                 if target not in visited:
@@ -131,12 +133,17 @@ def _sorted_functions(roots: Sequence[Node]) -> list[Node]:
     while ready:
         function = heappop(ready)[-1]
         functions.append(function)
-        for target, _ in function.next_functions:
+        for target, _ in _targets(function):
             if target is not None:
                 waits[target] -= 1
                 if not waits[target]:
                     heappush(ready, (-target._sequence_nr(), next(number), target))
     return functions
+
+
+def _targets(function: Node) -> Sequence[tuple[Node | None, int]]:
+    """Return the edges of a node, but those of `pipeexec.GPipe` to its parameters."""
+    return function.next_functions[: getattr(function, "n_edges_read", None)]
 
 
 def _node(function: Node) -> AutogradNode:

@@ -2,7 +2,8 @@
 
 Nodes of this graph carry no gradients; the tables of a call do. Nodes are tied by phony tensors,
 tensors without elements. The autograd engine runs one node at a time, and so decides only in which
-order the tasks of the backward are issued; streams run the tasks.
+order the tasks of the backward are issued; streams run the tasks. Inputs and parameters are the
+leaves of the graph: its last node returns their gradients where the engine is to have them.
 
 No data dependency decides whether ``B[i, j]`` or ``B[i+1, j]`` comes first. A phony tensor decides
 it (torchgpipe, arXiv 2004.09910, section 3.2.1). Each clock cycle of the forward is a node that
@@ -20,25 +21,25 @@ A node may run while another node is running. On a GPU, a B calls the engine and
 engine's thread of that GPU. Meanwhile the engine runs all other ready nodes in the waiting thread:
 nodes of other calls, as the nodes of one call wait for each other. These nodes only queue their
 tasks. Queued tasks are issued after that B, so that no task is issued within another task. The
-exception is a call whose inputs need gradients: the engine wants them from its last node, which may
-run within a task of another call, but must not run within one of its own. So only the nodes of such
-a call issue its tasks. Several calls may be part of one run of the engine (one ``backward()``), and
-several threads may run one each.
+exception is a call that returns gradients of its leaves: the engine wants them from its last node,
+which may run within a task of another call, but must not run within one of its own. So only the
+nodes of such a call issue its tasks. Several calls may be part of one run of the engine (one
+``backward()``), and several threads may run one each.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from pipesim.errors import ExecutionError
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.scheduling.autograd_engine import engine_order, newest_first
 from pipesim.scheduling.schedule import Schedule
@@ -114,16 +115,19 @@ Tensors = tuple[Tensor, ...]
 class Backward(Protocol):
     """A backward whose tasks the graph orders."""
 
-    def begin(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """Take the gradients of the outputs: for each micro-batch, one gradient an output."""
+    def begin(self, gradients: Sequence[Sequence[Tensor | None]]) -> bool:
+        """Take the gradients of the outputs: for each micro-batch, one gradient an output.
+
+        Return whether the engine is to have the gradients of the leaves.
+        """
         ...
 
     def issue(self, op: Op, i: int, j: int) -> None:
         """Issue R or B of micro-batch ``i`` in partition ``j``."""
         ...
 
-    def entry_gradients(self) -> Sequence[Tensor | None]:
-        """Wait for the gradients of the inputs, and return them."""
+    def leaf_gradients(self) -> Sequence[Tensor | None]:
+        """Wait for the gradients of the leaves, and return them."""
         ...
 
     def forget(self) -> None:
@@ -152,23 +156,24 @@ def link_tasks(tasks: Sequence[PartitionTask], issuer: TaskIssuer, phony: Tensor
 
 
 def link_backward(
-    backward: Backward, inputs: Tensors, nodes: Callable[[TaskIssuer, Tensor], list[Tensor]]
+    backward: Backward,
+    inputs: Sequence[Tensor],
+    nodes: Callable[[TaskIssuer, Tensor], list[Tensor]],
+    parameters: Iterable[Tensor] = (),
+    run: Callable[[Callable[[], Tensor]], Tensor] = operator.call,
 ) -> Callable[[Sequence[Tensors]], Tensors]:
     """Make the graph of a backward; return a function that ties the outputs to the graph.
 
     ``nodes`` appends the nodes of the tasks to a phony, and returns the phonies of the last nodes.
     The returned function takes the outputs of each micro-batch, and returns those of the
-    mini-batch.
+    mini-batch. ``run`` calls the function that makes the node of the leaves.
     """
-    has_entry = any(x.requires_grad for x in inputs)
-    issuer = TaskIssuer(backward, has_entry)
-    entry = torch.empty(0, requires_grad=True)
-    if has_entry:
-        entry = _Scatter.apply(issuer, *inputs)  # type: ignore[no-untyped-call]
-    ends = nodes(issuer, entry)
+    issuer = TaskIssuer(backward)
+    scatter = partial(_Scatter.apply, issuer, len(inputs), *inputs, *parameters)
+    ends = nodes(issuer, run(scatter))
 
     def leave(outputs: Sequence[Tensors]) -> Tensors:
-        return _Gather.apply(backward, outputs, *ends)  # type: ignore[no-untyped-call, no-any-return]
+        return _Gather.apply(issuer, outputs, *ends)  # type: ignore[no-untyped-call, no-any-return]
 
     return leave
 
@@ -182,17 +187,17 @@ _QUEUES: dict[int, deque[tuple[Backward, PartitionTask]]] = {}
 class TaskIssuer:
     """Issues the tasks of one call as the engine runs the nodes of the call.
 
-    If the inputs need gradients (``has_entry``), the last node is a `_Scatter`.
+    The last node is a `_Scatter`; it ``returns_gradients`` of the leaves, or tasks add them.
     """
 
-    def __init__(self, backward: Backward, has_entry: bool) -> None:
-        self.backward, self.has_entry = backward, has_entry
+    def __init__(self, backward: Backward, returns_gradients: bool = False) -> None:
+        self.backward, self.returns_gradients = backward, returns_gradients
         self._waiting: deque[PartitionTask] = deque()  # for the next node of this call
 
     def issue_or_queue(self, tasks: Sequence[PartitionTask]) -> None:
         """Issue tasks; queue them if a task of the same run of the engine is being issued."""
         queue = _QUEUES.get(torch._C._current_graph_task_id())
-        if queue is not None and not self.has_entry:
+        if queue is not None and not self.returns_gradients:
             queue.extend((self.backward, task) for task in tasks)
             return
         self._waiting.extend(tasks)
@@ -220,15 +225,6 @@ class TaskIssuer:
                 del _QUEUES[run]
 
 
-def check_first_derivative() -> None:
-    """Raise `ExecutionError` in a backward that makes a graph for second derivatives."""
-    if torch.is_grad_enabled():
-        raise ExecutionError(
-            "backward(create_graph=True) does not go through GPipe: there are no second "
-            "derivatives; leave it out, or use the module alone"
-        )
-
-
 class _Tasks(Function):
     """Issues tasks, in order."""
 
@@ -240,7 +236,6 @@ class _Tasks(Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> Any:
-        check_first_derivative()
         ctx.issuer.issue_or_queue(ctx.partition_tasks)
         return None, None, None  # the engine runs the node before nevertheless
 
@@ -259,8 +254,8 @@ class _Gather(Function):
     """The outputs of the mini-batch: takes their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, backward: Backward, outputs: Sequence[Tensors], *ends: Tensor) -> Any:
-        ctx.target, ctx.forget_on_delete = backward, _ForgetOnDelete(backward)
+    def forward(ctx: Any, issuer: TaskIssuer, outputs: Sequence[Tensors], *ends: Tensor) -> Any:
+        ctx.issuer, ctx.forget_on_delete = issuer, _ForgetOnDelete(issuer.backward)
         ctx.n_ends = len(ends)
         ctx.sizes = [
             [len(x) if x.dim() else 1 for x in parts] for parts in zip(*outputs, strict=True)
@@ -272,30 +267,32 @@ class _Gather(Function):
         return whole
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         parts = [
             [None] * len(sizes) if x is None else x.split(sizes) if len(sizes) > 1 else [x]
             for x, sizes in zip(gradients, ctx.sizes, strict=True)
         ]
-        ctx.target.begin(list(zip(*parts, strict=True)))
+        issuer = ctx.issuer
+        issuer.returns_gradients = issuer.backward.begin(list(zip(*parts, strict=True)))
         return (None,) * (2 + ctx.n_ends)
 
 
 class _Scatter(Function):
-    """The inputs of the mini-batch: returns their gradients."""
+    """The leaves, inputs and parameters: returns their gradients if the engine is to have them."""
 
     @staticmethod
-    def forward(ctx: Any, issuer: TaskIssuer, *inputs: Tensor) -> Tensor:
-        ctx.issuer = issuer
+    def forward(ctx: Any, issuer: TaskIssuer, n_inputs: int, *leaves: Tensor) -> Tensor:
+        ctx.issuer, ctx.n_leaves = issuer, len(leaves)
+        ctx.n_edges_read = n_inputs  # by `pipeexec.autograd_graph`
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> Any:
+        if not ctx.issuer.returns_gradients:
+            return (None,) * (2 + ctx.n_leaves)
         ctx.issuer.issue_waiting()
-        return None, *ctx.issuer.backward.entry_gradients()
+        return None, None, *ctx.issuer.backward.leaf_gradients()
 
 
 def join_outputs(outputs: Sequence[Tensors]) -> Tensors:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
+from threading import Thread
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from pipeexec.devices.cuda import CudaStream
 from pipeexec.devices.streams import Event, wait_for
 from pipeexec.devices.thread_settings import one_thread
 from pipeexec.executor.planned_task import PlannedTask
@@ -35,6 +37,7 @@ from pipeexec.gpipe.backward_order import (
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 from pipeexec.gpipe.call_plan import CALLER, COMPUTE, make_call_plan
 from pipeexec.gpipe.engine_graph import link_engine
+from pipeexec.gpipe.leaf_gradients import Leaves, repeated_gradients, trainable_parameters
 from pipeexec.gpipe.partition import Runtime
 from pipeexec.gpipe.partition_tasks import PARTITIONS, CallTensors, SlotTensors
 from pipeexec.stages.module_call import next_seed, use_seed
@@ -83,6 +86,9 @@ class Call:
         # By source and target partition: RECVs of messages that were sent, but not received.
         self._channels: dict[tuple[int, int], deque[PlannedTask]] = defaultdict(deque)
         self._input_shapes: Sequence[Sequence[torch.Size]] = ()
+        self._leaves: Leaves | None = None  # as long as a backward may come
+        self._keeps_graph = self._repeats = False  # of the present backward
+        self._output_gradients: Sequence[Sequence[Tensor | None]] = ()  # if it repeats the forward
 
     @property
     def has_failed(self) -> bool:
@@ -120,8 +126,15 @@ class Call:
             for i, j in chain.from_iterable(clock_cycles(m, n)):
                 self._issue(Op.F, i, j)
         # The graph is made while devices work.
-        leave = self._link(inputs) if self.tensors.tracked else join_outputs
+        leave: Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]] = join_outputs
+        if self.tensors.tracked:
+            partitions = self.runtime.partitions
+            parameters = {j: trainable_parameters(partitions[j]) for j in self.tensors.tracked}
+            self._leaves = Leaves(inputs, atomic, parameters)
+            leave = self._link(self._leaves)
         self._rejoin()
+        if self._leaves is not None:
+            self._leaves.note_versions()
         outputs = self._pop_results(n - 1, [(Op.F, i, n - 1) for i in range(m)])
         is_atomic = all(self.tensors.pop_is_atomic(i) for i in range(m))
         return is_atomic, leave([tuple(tensors.values()) for tensors in outputs])
@@ -139,22 +152,43 @@ class Call:
         self.runtime.devices[j].rejoin(self._last_event[j], values)
         return results
 
-    def _link(
-        self, inputs: tuple[Tensor, ...]
-    ) -> Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]]:
+    def _link(self, leaves: Leaves) -> Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]]:
         """Make the autograd graph that orders the backward."""
         n, switches = len(self.runtime.stages), self.runtime.switches
         recomputed, tracked = self.tensors.recomputed, self.tensors.tracked
+        run = self._run_on_streams
         if switches.dependencies:
             cycles = clock_cycles(len(recomputed), n)
             kept = [[cell for cell in cycle if cell[1] in tracked] for cycle in cycles]
-            return link_backward(self, inputs, partial(link_cycles, kept, recomputed))
-        if switches.backward_seed is None and switches.backward_order is None:
+            nodes = partial(link_cycles, kept, recomputed)
+        elif switches.backward_seed is None and switches.backward_order is None:
             devices = [stage.device for stage in self.runtime.stages]
-            return link_backward(self, inputs, partial(link_engine, recomputed, tracked, devices))
-        order = unordered_backward(n, recomputed, switches.backward_seed, switches.backward_order)
-        tasks = [task for task in order if task[2] in tracked]
-        return link_backward(self, inputs, partial(link_tasks, tasks))
+            nodes = partial(link_engine, recomputed, tracked, devices)
+            if not leaves.needs_input_gradients:  # torchgpipe's caller then has no such node
+                run = self._run_in_thread
+        else:
+            seed, schedule = switches.backward_seed, switches.backward_order
+            order = unordered_backward(n, recomputed, seed, schedule)
+            nodes = partial(link_tasks, [task for task in order if task[2] in tracked])
+        return link_backward(self, leaves.inputs, nodes, leaves.all_parameters, run)
+
+    def _run_on_streams(self, make: Callable[[], Tensor]) -> Tensor:
+        """Make a node of the parameters: their accumulated gradients belong to streams of GPUs."""
+        streams = [x.stream for x in self._streams if isinstance(x, CudaStream)]
+        if not streams:
+            return make()
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            return make()
+
+    def _run_in_thread(self, make: Callable[[], Tensor]) -> Tensor:
+        """Make a node that is not numbered among those of the calling thread."""
+        phonies: list[Tensor] = []
+        thread = Thread(target=lambda: phonies.append(self._run_on_streams(make)))
+        thread.start()
+        thread.join()
+        return phonies[0]
 
     def _issue(self, op: Op, i: int, j: int) -> None:
         """Issue a task, the messages that it needs before it, and its results' messages after.
@@ -212,6 +246,7 @@ class Call:
         The host waits for threads of CPU workers, which still use them. It does not wait for
         kernels of a GPU: they need the memory only, which the allocator keeps.
         """
+        self._leaves = None
         if self._is_done:
             return
         for j, event in list(self._last_event.items()):
@@ -221,46 +256,76 @@ class Call:
 
     # Backward: called by the nodes of its graph
 
-    def begin(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """Take the gradients of the outputs; let the end of the backward wait for the devices."""
+    def begin(self, gradients: Sequence[Sequence[Tensor | None]]) -> bool:
+        """Take the gradients of the outputs; let the end of the backward wait for the devices.
+
+        Return whether gradients of the leaves are to be returned.
+        """
         self._raise_failure()
-        if not Variable._execution_engine.is_checkpoint_valid():
+        if self._leaves is None:
             raise ExecutionError(
-                "the backward of GPipe adds to the .grad of its parameters: call backward() "
-                "without inputs=, instead of torch.autograd.grad()"
+                "a second backward through one forward of GPipe: give the first one "
+                "retain_graph=True, run the forward again, or add up the losses and call "
+                "backward() once"
             )
-        if self._has_begun_backward:
-            raise ExecutionError(
-                "a second backward through one forward of GPipe: the activations are gone; run the "
-                "forward again, or add up the losses and call backward() once"
-            )
+        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._repeats = self._has_begun_backward or torch.is_grad_enabled()
+        Variable._execution_engine.queue_callback(self._finish_backward)
+        if self._repeats:
+            self._output_gradients = gradients
+            return True
         self._has_begun_backward = True
+        parameters = self._leaves.parameters
+        collects = not Variable._execution_engine.is_checkpoint_valid()  # asked for some gradients
+        if collects or self._leaves.have_hooks():
+            self.tensors.collected = {j: dict.fromkeys(own) for j, own in parameters.items()}
         for device in self.runtime.devices:
             device.mark()  # tasks issued from here on come after the caller's own work
         for i, output_gradients in enumerate(gradients):
             self.tensors.put_gradients(i, output_gradients, self._streams[-1])
-        Variable._execution_engine.queue_callback(self._finish_backward)
+        return bool(self.tensors.collected) or self._leaves.needs_input_gradients
 
     def issue(self, op: Op, i: int, j: int) -> None:
         """Issue R or B of a micro-batch in a partition."""
+        if self._repeats:
+            return
         self._raise_failure()
         self.order.append((op, j, i))
         with self._thread_context():
             self._issue(op, i, j)
 
     def _finish_backward(self) -> None:
+        if not self._keeps_graph:
+            self._leaves = None
+        self._output_gradients = ()
+        if self._repeats:
+            return
         self._rejoin()
         self._is_done = True
         self.tensors.drop_results()
         for stage in self.runtime.stages:
             stage.end_step()
 
-    def entry_gradients(self) -> list[Tensor | None]:
-        """Wait for the gradients of the mini-batch's inputs, and return them."""
-        self.runtime.devices[0].rejoin(self._last_event[0])
+    def leaf_gradients(self) -> list[Tensor | None]:
+        """Wait for the gradients of inputs and parameters, and return them."""
+        leaves = self._leaves
+        assert leaves is not None
+        if self._repeats:
+            return repeated_gradients(
+                self.tensors, leaves, self._input_shapes, self._output_gradients
+            )
+        collected = self.tensors.collected
+        for j in collected or (0,):
+            values = tuple(collected.get(j, {}).values())
+            self.runtime.devices[j].rejoin(self._last_event[j], values)
         self._raise_failure()
-        tasks = [(Op.B, i, 0) for i in range(len(self._input_shapes))]
-        return join_gradients(self._pop_results(0, tasks), self._input_shapes)
+        gradients: list[Tensor | None] = [None] * len(leaves.inputs)
+        if leaves.needs_input_gradients:
+            tasks = [(Op.B, i, 0) for i in range(len(self._input_shapes))]
+            gradients = join_gradients(self._pop_results(0, tasks), self._input_shapes)
+        for j, own in leaves.parameters.items():
+            gradients += [collected[j][x] for x in own] if collected else [None] * len(own)
+        return gradients
 
     def timeline(self, graph: TaskGraph) -> Timeline:
         """Wait for all tasks, and return their times; NaN for tasks that did not run.

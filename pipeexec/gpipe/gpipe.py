@@ -57,9 +57,12 @@ class GPipe(nn.Module):
 
     Outputs, losses and gradients are those of the module. ``loss.backward()`` runs through the
     partitions as a pipeline too (GPipe, arXiv 1811.06965). The interface is that of torchgpipe
-    (arXiv 2004.09910); ``docs/explanation/gpipe_module.md`` lists the differences. Gradients are
-    added to ``.grad`` of the parameters: ``torch.autograd.grad`` and second derivatives are not
-    supported.
+    (arXiv 2004.09910); ``docs/explanation/gpipe_module.md`` lists the differences.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` run the pipeline, too. Second derivatives
+    (``create_graph=True``), and a backward after one with ``retain_graph=True``, run the layers
+    again without it. They raise `pipesim.errors.ExecutionError` where the layers would give another
+    result.
 
     A single micro-batch draws the random numbers that the module itself would draw. Of several,
     each has its own random numbers, which depend on the process's generator alone.

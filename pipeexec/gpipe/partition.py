@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,6 +72,11 @@ class Partition(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         """Do nothing."""
+
+    def input_form(self, is_atomic: bool, slots: Collection[int | Key]) -> Form:
+        """Return the form of inputs, given the slots of all tensors that come to this partition."""
+        n = sum(isinstance(slot, int) for slot in slots)
+        return Form(is_atomic, n, tuple(key for key in self.popped_skips if key in slots))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the layers; return outputs, then the stashed skips that are not None."""

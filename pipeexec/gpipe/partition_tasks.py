@@ -21,10 +21,11 @@ from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_part import StepPart
 from pipeexec.gpipe.checkpoint import checkpointing, recomputing
+from pipeexec.gpipe.leaf_gradients import ParameterGradients, collect_gradients
 from pipeexec.gpipe.partition import Form, Runtime
 from pipeexec.gpipe.skip import Key
 from pipeexec.stages.module_call import default_state, task_seed
-from pipeexec.stages.recompute import Buffers
+from pipeexec.stages.recompute import NO_CONTEXT, Buffers
 from pipesim.ops import RECVS, SENDS, Op
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class CallTensors:
         self.is_atomic: dict[tuple[int, int], bool] = {}
         self.forms: dict[tuple[int, int], tuple[Form, Form]] = {}
         self.random_states: dict[tuple[int, int], Tensor] = {}
+        # By partition: gradients that B collects in place of adding them to ``.grad``.
+        self.collected: dict[int, ParameterGradients] = {}
 
     # Input of the caller, and results for the caller
 
@@ -109,8 +112,9 @@ class CallTensors:
         return self.is_atomic.pop((i, len(self.runtime.stages)))
 
     def drop_results(self) -> None:
-        """Drop results that no task takes: gradients of inputs that need none."""
+        """Drop results that no task takes, such as gradients of inputs that need none."""
         self._results.clear()
+        self.collected.clear()
 
     def first_buffers(self) -> list[Buffers]:
         """Return for each partition the buffers that forwards changed, as they were before.
@@ -130,6 +134,7 @@ class CallTensors:
                 stage.forget(self.key(i))
         for table in (self._call_inputs, self._results, self.forms, self.random_states):
             table.clear()
+        self.collected.clear()
 
     # What tasks take and keep
 
@@ -197,9 +202,7 @@ class Partitions(StepPart):
         i, j = task.microbatch, task.stage.index
         inputs = call.pop_inputs(Op.F, i, j)
         partition = call.runtime.partitions[j]
-        skips = tuple(key for key in partition.popped_skips if key in inputs)
-        n = sum(isinstance(slot, int) for slot in inputs)
-        form = Form(call.is_atomic.pop((i, j)), n, skips)
+        form = partition.input_form(call.is_atomic.pop((i, j)), inputs)
         tensors = tuple(inputs.pop(slot) for slot in form.slots)
         with call.runtime.locks[j], call.settings(), recomputing(call.again is not None):
             partition.forms.inputs = form
@@ -242,7 +245,8 @@ class Partitions(StepPart):
         input_form, output_form = call.forms.pop((i, j))
         gradients = call.pop_inputs(Op.B, i, j)
         own = tuple(gradients.pop(slot, None) for slot in output_form.slots)
-        with call.runtime.locks[j]:
+        collected = call.collected.get(j)
+        with call.runtime.locks[j], collect_gradients(collected) if collected else NO_CONTEXT:
             input_gradients = call.runtime.stages[j].backward(call.key(i), own)
         call.put_result(task.id, input_form, input_gradients, gradients)
 

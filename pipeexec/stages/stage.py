@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
 
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.thread_settings import ContextFactory
@@ -24,9 +25,17 @@ from pipeexec.stages.activations import (
     storages,
 )
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
-from pipeexec.stages.module_call import LossCall, ModuleCaller, Seed, WeightVersions, default_state
+from pipeexec.stages.module_call import (
+    LossCall,
+    ModuleCaller,
+    Seed,
+    WeightVersions,
+    default_state,
+    set_default_state,
+)
 from pipeexec.stages.recompute import (
     NO_CONTEXT,
+    Buffer,
     Buffers,
     ForwardBuffers,
     ModuleState,
@@ -35,6 +44,7 @@ from pipeexec.stages.recompute import (
     use_buffers,
 )
 from pipeexec.stages.sequence_slices import Mode, StageSlices
+from pipesim.errors import ExecutionError
 
 
 class StageLike(Protocol):
@@ -103,6 +113,12 @@ class StageLike(Protocol):
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""
         ...
+
+
+def _are_same(buffer: Buffer, other: Buffer) -> bool:
+    if isinstance(buffer, Tensor) and isinstance(other, Tensor):
+        return same_tensors([buffer], [other])
+    return buffer is other
 
 
 def run_backward(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
@@ -260,6 +276,35 @@ class Stage(ModuleCaller):
             self._activate(microbatch, leaves, seed, split, "recompute", offloads=False)
         self._counted_inputs.pop(microbatch, None)
         self._saved_inputs.pop(microbatch, None)
+
+    def repeat(self, microbatch: int, values: tuple[Tensor, ...], seed: Seed) -> tuple[Tensor, ...]:
+        """Run F again in the caller's own graph; the stage keeps nothing.
+
+        Buffers stay as they are. A module whose result depends on what its forwards change, buffers
+        but for statistics of norms included, raises `ExecutionError`.
+        """
+        state, before = ModuleState(self.module), default_state(self.device)
+        buffers, expected = self.buffers.present(), self.buffers.present()
+        with use_buffers(buffers):
+            outputs = self._call(values, microbatch, seed)
+        changed = [
+            f"{type(change.module).__name__} changes {change.name!r}"
+            for change in ModuleState(self.module).changes(state)
+        ] + [
+            f"{type(slot.module).__name__} changes its buffer {slot.key!r}"
+            for slot, buffer in buffers.items()
+            if not isinstance(slot.module, _NormBase) and not _are_same(buffer, expected[slot])
+        ]
+        if not torch.equal(before, default_state(self.device)):
+            set_default_state(self.device, before)
+            changed.append("a single micro-batch draws random numbers")
+        if changed:
+            raise ExecutionError(
+                f"the forward of stage {self.index} cannot be run again, as create_graph=True and "
+                f"a second backward need it: {changed[0]} in every forward; use the layers without "
+                "a pipeline, such as torch.nn.Sequential(*model)"
+            )
+        return outputs
 
     def _drop(self, microbatch: int, inputs: tuple[Tensor, ...], seed: Seed) -> tuple[Tensor, ...]:
         """Run F without keeping activations, but the buffers that R needs."""

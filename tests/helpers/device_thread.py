@@ -105,9 +105,9 @@ class _Depth:
             finally:
                 self.now -= 1
 
-        def begin(call: Call, gradients: Any) -> None:
+        def begin(call: Call, gradients: Any) -> bool:
             calls.append(call)
-            inner_begin(call, gradients)
+            return inner_begin(call, gradients)
 
         def issue_or_queue(issuer: TaskIssuer, tasks: Any) -> None:
             inner_issue(issuer, tasks)

@@ -73,7 +73,7 @@ def test_gpipe_without_dependencies(inputs_have_gradients: bool) -> None:
     counts = Counter(node.name for node in graph.nodes)
     assert counts == {
         "Gather": 1, "Layers": 12, "Wait": 16, "Copy": 8, "Fork": 9, "Recompute": 9, "Join": 9,
-        "AccumulateGrad": 1, **({"Scatter": 1} if inputs_have_gradients else {}),
+        "Scatter": 1, **({"AccumulateGrad": 1} if inputs_have_gradients else {}),
     }  # fmt: skip
     assert phony_edges(graph) == {("Join", "Recompute"): 9, ("Recompute", "Fork"): 9}
     assert " ".join(tasks(graph)) == " ".join(map(str, engine_order(3, 4, 3)))
@@ -106,7 +106,7 @@ def test_nodes_and_edges_are_those_of_torchgpipe() -> None:
     edges = Counter(
         (graph.nodes[a].name, graph.nodes[b].name, *["phony"] * is_phony)
         for a, b, is_phony in graph.edges
-        if graph.nodes[b].name != "AccumulateGrad"
+        if graph.nodes[b].name != "Scatter"
     )
     assert edges == wanted
 
@@ -116,7 +116,7 @@ def test_gpipe_with_dependencies() -> None:
     output = gpipe()(torch.ones(8, 2))
     graph = px.autograd_graph(output)
     output.sum().backward()
-    assert graph.order == ("Gather", *["Tasks"] * 6, "AccumulateGrad")
+    assert graph.order == ("Gather", *["Tasks"] * 6, "Scatter")
     assert [" ".join(map(str, node.tasks)) for node in graph.nodes][1:4] == [
         "2B3", "2R2 2B2 1B3", "2R1 2B1 1R2 1B2 0B3",
     ]  # fmt: skip

@@ -72,13 +72,14 @@ class Recorder:
         self.nested = nested or {}
         self.depth = self.deepest = 0
 
-    def begin(self, gradients: Any) -> None:
-        """Take gradients."""
+    def begin(self, gradients: Any) -> bool:
+        """Take gradients, and return that of the input."""
+        return True
 
     def forget(self) -> None:
         """Drop nothing."""
 
-    def entry_gradients(self) -> list[Tensor | None]:
+    def leaf_gradients(self) -> list[Tensor | None]:
         assert self.depth == 0, "within a task of its own"
         return [torch.full((2,), float(len(self.issued)))]
 
@@ -90,8 +91,8 @@ class Recorder:
         self.depth -= 1
 
 
-@pytest.mark.parametrize("has_entry", [False, True])
-def test_tasks_that_come_while_one_is_issued_wait(has_entry: bool) -> None:
+@pytest.mark.parametrize("returns_gradients", [False, True])
+def test_tasks_that_come_while_one_is_issued_wait(returns_gradients: bool) -> None:
     """Also those of another call; all are issued in the order in which they came."""
     order: list[str] = []
     other = TaskIssuer(Recorder({(Op.B, 0, 0): lambda: order.append("other")}), False)
@@ -105,7 +106,7 @@ def test_tasks_that_come_while_one_is_issued_wait(has_entry: bool) -> None:
             )
         }
     )
-    first = TaskIssuer(recorder, has_entry)
+    first = TaskIssuer(recorder, returns_gradients)
     first.issue_or_queue([(Op.R, 2, 0), (Op.B, 2, 0)])
     assert recorder.issued == [
         (Op.R, 2, 0), (Op.B, 2, 0), (Op.B, 1, 0), (Op.R, 0, 0), (Op.B, 0, 0)
@@ -123,8 +124,8 @@ def test_a_failure_leaves_no_queue() -> None:
         raise ZeroDivisionError
 
     subject = Recorder({(Op.B, 1, 0): fail})
-    for has_entry in (False, True):
-        issuer = TaskIssuer(subject, has_entry)
+    for returns_gradients in (False, True):
+        issuer = TaskIssuer(subject, returns_gradients)
         subject.issued.clear()
         with pytest.raises(ZeroDivisionError):
             issuer.issue_or_queue([(Op.B, 1, 0)])
@@ -161,6 +162,7 @@ def test_the_gradient_of_an_input_comes_after_all_tasks() -> None:
     first = Recorder({(Op.B, 2, 0): run_nodes})
     output = _output(second, z)  # keeps the nodes
     assert output.grad_fn is not None
+    output.grad_fn.issuer.returns_gradients = True  # type: ignore[attr-defined]
     graph.append(output.grad_fn.next_functions[0][0])
     _output(first, x).sum().backward()
     assert second.issued == [(Op.B, i, 0) for i in (2, 1, 0)]
@@ -189,6 +191,7 @@ def test_the_gradient_of_an_input_does_not_come_within_a_task_of_its_call() -> N
     second = Recorder({(Op.B, i, 0): run_next_node for i in range(3)})
     output = _output(second, z)  # keeps the nodes
     assert output.grad_fn is not None
+    output.grad_fn.issuer.returns_gradients = True  # type: ignore[attr-defined]
     node = output.grad_fn.next_functions[0][0]
     first = Recorder({(Op.B, 2, 0): run_next_node})
     _output(first, torch.ones(2, requires_grad=True)).sum().backward()
