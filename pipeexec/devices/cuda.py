@@ -6,7 +6,8 @@ Not yet measured on hardware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter, sleep
 
@@ -245,6 +246,13 @@ class CudaStream:
         begin(self.record())
         self.submit(work)
         return self.record()
+
+    @contextmanager
+    def beside_current(self) -> Iterator[None]:
+        """Make this the current stream of its GPU in a block; the current GPU stays the same."""
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(self.stream), torch.cuda.stream(current):
+            yield
 
     def synchronize(self) -> None:
         """Block the caller until everything has run."""

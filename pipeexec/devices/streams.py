@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
@@ -69,6 +70,10 @@ class Stream(Protocol):
         Returns the event right after it. ``begin`` gets the event right before it, and is called
         before the host starts the work.
         """
+        ...
+
+    def beside_current(self) -> AbstractContextManager[None]:
+        """Make this the current stream of its GPU in a block; the current GPU stays the same."""
         ...
 
     def synchronize(self) -> None:
@@ -157,6 +162,10 @@ class _CpuEvents(Stream, Protocol):
         """Return an event within work, and the function by which work sets it."""
         event = CpuEvent()
         return event, event.set
+
+    def beside_current(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: CPUs have no current stream."""
+        return nullcontext()
 
 
 class CpuStream(_CpuEvents):

@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from itertools import chain
 from threading import Thread
 
 import numpy as np
@@ -40,6 +39,7 @@ from pipeexec.gpipe.engine_graph import link_engine
 from pipeexec.gpipe.leaf_gradients import Leaves, repeated_gradients, trainable_parameters
 from pipeexec.gpipe.partition import Runtime
 from pipeexec.gpipe.partition_tasks import PARTITIONS, CallTensors, SlotTensors
+from pipeexec.gpipe.rendezvous import Rendezvous
 from pipeexec.stages.module_call import next_seed, use_seed
 from pipeexec.stages.recompute import Buffers
 from pipesim.errors import ExecutionError
@@ -82,9 +82,16 @@ class Call:
         self._thread_context = one_thread if stream == CALLER else nullcontext
         self._streams = [device.stream(stream) for device in runtime.devices]
         self._has_begun_backward = self._is_done = False
-        self._last_event: dict[int, Event] = {}  # by partition
+        self._last: dict[int, int] = {}  # by partition: the last task on the stream that computes
         # By source and target partition: RECVs of messages that were sent, but not received.
         self._channels: dict[tuple[int, int], deque[PlannedTask]] = defaultdict(deque)
+        self._unreceived: set[int] = set()  # the RECVs of all channels
+        recvs = {send: message.recv for send, message in self.plan.messages.items()}
+        self._rendezvous = (
+            Rendezvous(self._submit, recvs, self._last, len(runtime.stages))
+            if self.plan.graph.rendezvous
+            else None
+        )
         self._input_shapes: Sequence[Sequence[torch.Size]] = ()
         self._leaves: Leaves | None = None  # as long as a backward may come
         self._keeps_graph = self._repeats = False  # of the present backward
@@ -115,7 +122,7 @@ class Call:
     def _run(
         self, inputs: tuple[Tensor, ...], microbatches: Sequence[tuple[Tensor, ...]], atomic: bool
     ) -> tuple[bool, tuple[Tensor, ...]]:
-        m, n = len(microbatches), len(self.runtime.stages)
+        n = len(self.runtime.stages)
         self.step.events.start()
         self._input_shapes = [[x.shape for x in tensors] for tensors in microbatches]
         for x in inputs:
@@ -123,8 +130,7 @@ class Call:
         for i, tensors in enumerate(microbatches):
             self.tensors.put_microbatch(i, tensors, atomic)
         with self._thread_context():
-            for i, j in chain.from_iterable(clock_cycles(m, n)):
-                self._issue(Op.F, i, j)
+            self._submit(*self.plan.forward)
         # The graph is made while devices work.
         leave: Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]] = join_outputs
         if self.tensors.tracked:
@@ -135,21 +141,26 @@ class Call:
         self._rejoin()
         if self._leaves is not None:
             self._leaves.note_versions()
-        outputs = self._pop_results(n - 1, [(Op.F, i, n - 1) for i in range(m)])
-        is_atomic = all(self.tensors.pop_is_atomic(i) for i in range(m))
+        outputs = self._pop_results(n - 1, [(Op.F, i, n - 1) for i in range(len(microbatches))])
+        is_atomic = all(self.tensors.pop_is_atomic(i) for i in range(len(microbatches)))
         return is_atomic, leave([tuple(tensors.values()) for tensors in outputs])
 
     def _rejoin(self) -> None:
         """Order the caller behind all devices: the caller may use or change what they used."""
-        for j, event in self._last_event.items():
+        for j, event in self._last_events():
             self.runtime.devices[j].rejoin(event)
         self._raise_failure()
+
+    def _last_events(self) -> list[tuple[int, Event]]:
+        """Return the end of the last task of each partition that has tasks."""
+        ends = [(j, self.step.events.end_events[t]) for j, t in list(self._last.items())]
+        return [(j, event) for j, event in ends if event is not None]
 
     def _pop_results(self, j: int, tasks: Sequence[PartitionTask]) -> list[SlotTensors]:
         """Return the results of tasks of partition ``j``, for the caller to use."""
         results = [self.tensors.pop_result(*task) for task in tasks]
         values = tuple(x for tensors in results for x in tensors.values())
-        self.runtime.devices[j].rejoin(self._last_event[j], values)
+        self.runtime.devices[j].rejoin(dict(self._last_events())[j], values)
         return results
 
     def _link(self, leaves: Leaves) -> Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]]:
@@ -195,19 +206,32 @@ class Call:
 
         RECVs are issued in the order of their SENDs.
         """
-        plan, end_events, cell = self.plan, self.step.events.end_events, (op, i, j)
-        for recv in plan.received[cell]:
-            channel = self._channels[plan.senders[recv.id], j]
-            while end_events[recv.id] is None:
-                self.step.submit((channel.popleft(),))
-        tasks = plan.issued[cell]
-        self.step.submit(tasks)
-        for send in tasks[1:]:
+        plan, cell = self.plan, (op, i, j)
+        tasks: list[PlannedTask] = []
+        for needed in plan.received[cell]:
+            channel = self._channels[plan.senders[needed.id], j]
+            while needed.id in self._unreceived:
+                tasks.append(recv := channel.popleft())
+                self._unreceived.remove(recv.id)
+        tasks += plan.issued[cell]
+        if self._rendezvous is None:
+            self._submit(*tasks)
+        else:
+            self._rendezvous.put(j, tasks)
+        for send in plan.issued[cell][1:]:
             recv = plan.messages[send.id].recv
             self._channels[j, recv.stage.index].append(recv)
-        last = end_events[plan.last[cell]]
-        assert last is not None
-        self._last_event[j] = last
+            self._unreceived.add(recv.id)
+
+    def _submit(self, *tasks: PlannedTask) -> None:
+        """Submit tasks, which may be of several partitions; keep the last one of each."""
+        try:
+            self.step.submit(tasks)
+        finally:  # an interrupt: some were submitted
+            for task in tasks:
+                j = task.stage.index
+                if task.stream is self._streams[j] and self.step.events.end_events[task.id]:
+                    self._last[j] = task.id
 
     def forward_seconds(self) -> float:
         """Return the time of a forward (s): the fastest of each partition, averaged."""
@@ -237,7 +261,7 @@ class Call:
 
     def wait(self) -> None:
         """Wait until every device has run all that was issued."""
-        for event in list(self._last_event.values()):
+        for _, event in self._last_events():
             wait_for(event)
 
     def forget(self) -> None:
@@ -249,7 +273,7 @@ class Call:
         self._leaves = None
         if self._is_done:
             return
-        for j, event in list(self._last_event.items()):
+        for j, event in self._last_events():
             self.runtime.devices[j].wait_for_host(event)
         self._is_done = True
         self.tensors.forget()
@@ -314,10 +338,10 @@ class Call:
             return repeated_gradients(
                 self.tensors, leaves, self._input_shapes, self._output_gradients
             )
-        collected = self.tensors.collected
+        collected, last = self.tensors.collected, dict(self._last_events())
         for j in collected or (0,):
             values = tuple(collected.get(j, {}).values())
-            self.runtime.devices[j].rejoin(self._last_event[j], values)
+            self.runtime.devices[j].rejoin(last[j], values)
         self._raise_failure()
         gradients: list[Tensor | None] = [None] * len(leaves.inputs)
         if leaves.needs_input_gradients:

@@ -39,22 +39,22 @@ class CallPlan(NamedTuple):
     ----------
     graph
         A graph of these tasks. Its order does not count: streams run tasks as they are issued.
+    forward
+        F and its messages, in the order in which the host issues them.
     issued
         Each F, R and B, followed by the SENDs of its results.
     received
         The RECVs that each F, R and B waits for.
     messages, senders
         What each SEND sends, by its number; the partition that sends to each RECV, by its number.
-    last
-        The last task of ``issued`` that is on the stream that computes.
     """
 
     graph: TaskGraph
+    forward: Sequence[PlannedTask]
     issued: dict[PartitionTask, list[PlannedTask]]
     received: dict[PartitionTask, list[PlannedTask]]
     messages: dict[int, Message]
     senders: dict[int, int]
-    last: dict[PartitionTask, int]
 
 
 def make_call_plan(
@@ -92,13 +92,9 @@ def make_call_plan(
             has_skips = graph.peer_stage[task.id] >= 0
             messages[task.id] = Message(recv, skips[hop] if has_skips else None)
             issued[Op.F if op == Op.SEND_F else Op.B, task.microbatch, j].append(task)
-    computes = [device.stream(stream) for device in runtime.devices]
-    last = {
-        cell: [task.id for task in tasks if task.stream is computes[cell[2]]][-1]
-        for cell, tasks in issued.items()
-    }
     senders = {message.recv.id: int(graph.stage[send]) for send, message in messages.items()}
-    return CallPlan(graph, issued, received, messages, senders, last)
+    forward = [task for task in planned if graph.op[task.id] in (Op.F, Op.SEND_F, Op.RECV_F)]
+    return CallPlan(graph, forward, issued, received, messages, senders)
 
 
 def forward_backward_graph(
@@ -127,11 +123,14 @@ def forward_backward_graph(
         placement=Placement.linear(n_partitions),
         name="gpipe",
     )
+    pairs = set(skips)
     return lower(
         schedule,
         overlap=switches.copy_streams,
+        # Both ends of a skip's message could wait for ever: other messages come between.
+        rendezvous=not switches.copy_streams and not (switches.portals and pairs),
         step="none",
-        skips=set(skips),
+        skips=pairs,
         portals=switches.portals,
         recompute_waits=switches.recompute_waits,
     )

@@ -89,7 +89,9 @@ class GPipe(nn.Module):
     dependencies, copy_streams, portals
         For experiments: turn one mechanism off to measure its effect. The mechanisms are the order
         of the backward (`pipeexec.gpipe.backward_order`), separate streams for messages, and skips
-        that go straight to the partition that pops them.
+        that go straight to the partition that pops them. Without copy streams both ends of a
+        message wait for each other, as on default streams (`pipeexec.gpipe.rendezvous`); only its
+        receiver waits if skips go straight to their partitions.
     recompute_waits
         For experiments without copy streams: whether a device receives a gradient before it
         recomputes, as under torchgpipe on default streams. The recompute then does not fill the

@@ -164,7 +164,8 @@ class CallTensors:
             for key in skips.intersection(sent):
                 self.skip_bytes[key] = max(self.skip_bytes.get(key, 0), sent[key].nbytes)
         values = tuple(sent.values())
-        moved = transfer.send(values, task.device, task.stream, recv.device)
+        receiver = recv.stream if self.plan.graph.rendezvous else None
+        moved = transfer.send(values, task.device, task.stream, recv.device, receiver)
         pairs = zip(sent, moved, strict=True)
         self._results[task.id] = {slot: x for slot, x in pairs if x is not None}
         return transfer.nbytes(values)

@@ -206,6 +206,7 @@ class Validation:
         *,
         record: Mapping[str, Any] | None = None,
         figures: bool = True,
+        transfers: bool = False,
     ) -> None:
         """Write a run directory, whole or not at all.
 
@@ -223,6 +224,8 @@ class Validation:
         figures
             Whether to draw the figures, which takes seconds. The validation of `load_run` can draw
             them later.
+        transfers
+            Whether ``overlay.png`` and ``overlay.pdf`` have lanes for messages.
 
         Raises
         ------
@@ -233,6 +236,7 @@ class Validation:
         path = check_path("path", path, "write")
         check_rows(self.rows)
         check_flag("figures", figures)
+        check_flag("transfers", transfers)
         content: dict[str, Any] = {
             "clocks": self.clocks,
             "notes": self.notes,
@@ -242,7 +246,7 @@ class Validation:
             content |= host_shares(self.profile)
         content = {"command": command(), **checked_record(record), **content}
         with write_directory(path, content) as folder:
-            _write_shared_files(self, folder, figures=figures)
+            _write_shared_files(self, folder, figures=figures, transfers=transfers)
             for name, row in self.rows.items():
                 row_folder = folder / _folder(name)
                 row_folder.mkdir()
@@ -411,7 +415,9 @@ def _row_record(row: Row) -> dict[str, Any]:
     }
 
 
-def _write_shared_files(validation: Validation, folder: Path, *, figures: bool) -> None:
+def _write_shared_files(
+    validation: Validation, folder: Path, *, figures: bool, transfers: bool
+) -> None:
     """Write the files of a run that all rows share."""
     from pipesim.plot.paper_figure import save
 
@@ -421,7 +427,8 @@ def _write_shared_files(validation: Validation, folder: Path, *, figures: bool) 
     if profile is not None:
         save_profile(folder, profile.table, profile.transfers, profile.fits, figures=figures)
     if figures:
-        save(validation.figure(), *(folder / f"overlay.{suffix}" for suffix in ("png", "pdf")))
+        figure = validation.figure(transfers=transfers)
+        save(figure, *(folder / f"overlay.{suffix}" for suffix in ("png", "pdf")))
 
 
 def _read_row(

@@ -35,6 +35,6 @@ def test_a_send_between_two_looks_of_another(monkeypatch: pytest.MonkeyPatch) ->
     tensors: Any = object.__new__(CallTensors)
     tensors.skip_bytes, tensors._results = {}, {0: {0: output, key: skip}}
     messages = {1: Message(task(3, 1), None), 2: Message(task(4, 2), Interrupted([key]))}
-    tensors.plan = SimpleNamespace(messages=messages)
+    tensors.plan = SimpleNamespace(messages=messages, graph=SimpleNamespace(rendezvous=False))
     tensors.send(sends["skip"])
     assert tensors._results == {0: {}, 1: {0: output}, 2: {key: skip}}

@@ -19,6 +19,7 @@ import pytest
 import torch
 from few_messages import few_messages
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from small_pipelines import Faulty, call_within, mse, nap_stages, orders
 from torch import Tensor, nn
 
@@ -367,7 +368,11 @@ def test_a_run_is_loaded_as_it_was_saved(validation: Validation, saved: Path) ->
 def test_a_loaded_run_is_saved_again(saved: Path, tmp_path: Path) -> None:
     loaded = px.load_run(saved)
     loaded = replace(loaded, rows={NAMES[0]: loaded.rows[NAMES[0]]})
-    loaded.save(tmp_path / "again")
+    loaded.save(tmp_path / "again", transfers=True)
+    height, width, _ = imread(tmp_path / "again" / "overlay.png").shape
+    with_lanes, without = (loaded.figure(transfers=x).get_size_inches() for x in (True, False))
+    assert height / width == pytest.approx(with_lanes[1] / with_lanes[0], rel=0.02)
+    assert height / width > 1.1 * without[1] / without[0]
     again = px.load_run(tmp_path / "again")
     pd.testing.assert_frame_equal(again.table, loaded.table, check_exact=True)
 
