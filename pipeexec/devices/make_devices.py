@@ -318,7 +318,7 @@ def workers(
     launch
         Seconds that the host takes to issue each task, messages included; 0: its real time. The
         host sleeps before a task until its launches so far are over, so delays of waking up do not
-        add up. For `Pipeline`; `GPipe` refuses it.
+        add up.
     launch_by_op
         Seconds for tasks of some operations, in place of ``launch``, as of `pipesim.Costs`:
         ``{"messages": 0}`` for messages that need no launch.

@@ -6,7 +6,7 @@ Errors that torchgpipe has too begin with torchgpipe's text.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,11 @@ from pipesim.errors import (
     check_count,
     check_flag,
     check_list,
+    check_name,
     check_type,
 )
 from pipesim.graph.verify import verify
+from pipesim.lowering.lower import Streams
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
@@ -52,6 +54,8 @@ class Switches(NamedTuple):
     copy_streams: bool = True
     portals: bool = True
     recompute_waits: bool = False
+    streams: Streams = "per_peer"
+    hosts: Literal["one", "per_device"] = "one"
     backward_seed: int | None = None
     backward_order: Schedule | None = None
 
@@ -63,6 +67,13 @@ def check_switches(switches: Switches) -> None:
     """
     for name in ("dependencies", "copy_streams", "portals", "recompute_waits"):
         check_flag(name, getattr(switches, name))
+    check_name("streams", switches.streams, get_args(Streams))
+    check_name("hosts", switches.hosts, ("one", "per_device"))
+    if switches.streams != "per_peer" and not switches.copy_streams:
+        raise ArgumentError(
+            f"streams={switches.streams!r}, but messages have no copy streams; leave out streams, "
+            "or copy_streams=False"
+        )
     if switches.recompute_waits and switches.copy_streams:
         raise ArgumentError(
             "recompute_waits=True, but messages have copy streams: a gradient is received on its "
@@ -160,13 +171,6 @@ def checked_devices(
     if len(places) < n:
         raise TooFewDevicesError(
             f"too few devices to hold given partitions (devices: {len(places)}, partitions: {n})"
-        )
-    own = [x for x in places[:n] if isinstance(x, (CpuDevice, CudaDevice))]
-    if any(x.launch or x.launch_by_op for x in own):
-        raise ArgumentError(
-            "devices of px.workers(launch=...) impose launches on the hosts of a Pipeline; GPipe's "
-            "host is the caller's thread, whose time is not measured apart from that of the "
-            "devices; make the workers without launch"
         )
     return places[:n]
 

@@ -36,6 +36,7 @@ from pipeexec.gpipe.backward_order import (
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 from pipeexec.gpipe.call_plan import CALLER, COMPUTE, make_call_plan
 from pipeexec.gpipe.engine_graph import link_engine
+from pipeexec.gpipe.hosts import CallHosts
 from pipeexec.gpipe.leaf_gradients import Leaves, repeated_gradients, trainable_parameters
 from pipeexec.gpipe.partition import Runtime
 from pipeexec.gpipe.partition_tasks import PARTITIONS, CallTensors, SlotTensors
@@ -88,8 +89,14 @@ class Call:
         self._unreceived: set[int] = set()  # the RECVs of all channels
         recvs = {send: message.recv for send, message in self.plan.messages.items()}
         self._rendezvous = (
-            Rendezvous(self._submit, recvs, self._last, len(runtime.stages))
+            Rendezvous(recvs, {t.stage.index: t.id for t in self.plan.forward}, len(self._streams))
             if self.plan.graph.rendezvous
+            else None
+        )
+        has_hosts = runtime.switches.hosts != "one"
+        self._hosts = (
+            CallHosts(self.step, runtime.devices, has_hosts)
+            if has_hosts or any(x.launch or any(x.launch_by_op.values()) for x in runtime.devices)
             else None
         )
         self._input_shapes: Sequence[Sequence[torch.Size]] = ()
@@ -130,7 +137,7 @@ class Call:
         for i, tensors in enumerate(microbatches):
             self.tensors.put_microbatch(i, tensors, atomic)
         with self._thread_context():
-            self._submit(*self.plan.forward)
+            self._submit(self.plan.forward)
         # The graph is made while devices work.
         leave: Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]] = join_outputs
         if self.tensors.tracked:
@@ -153,6 +160,8 @@ class Call:
 
     def _last_events(self) -> list[tuple[int, Event]]:
         """Return the end of the last task of each partition that has tasks."""
+        if self._hosts is not None:
+            self._hosts.wait()
         ends = [(j, self.step.events.end_events[t]) for j, t in list(self._last.items())]
         return [(j, event) for j, event in ends if event is not None]
 
@@ -215,16 +224,23 @@ class Call:
                 self._unreceived.remove(recv.id)
         tasks += plan.issued[cell]
         if self._rendezvous is None:
-            self._submit(*tasks)
+            self._submit(tasks)
         else:
-            self._rendezvous.put(j, tasks)
+            self._rendezvous.put(j, tasks, self._submit)
         for send in plan.issued[cell][1:]:
             recv = plan.messages[send.id].recv
             self._channels[j, recv.stage.index].append(recv)
             self._unreceived.add(recv.id)
 
-    def _submit(self, *tasks: PlannedTask) -> None:
-        """Submit tasks, which may be of several partitions; keep the last one of each."""
+    def _submit(self, tasks: Sequence[PlannedTask]) -> None:
+        """Submit tasks, which may be of several partitions, or let hosts do so."""
+        if self._hosts is None:
+            self._submit_here(tasks)
+        else:
+            self._hosts.put(tasks, self._submit_here)
+
+    def _submit_here(self, tasks: Sequence[PlannedTask]) -> None:
+        """Submit tasks from the calling thread; keep the last one of each partition."""
         try:
             self.step.submit(tasks)
         finally:  # an interrupt: some were submitted

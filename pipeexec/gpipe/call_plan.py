@@ -129,6 +129,9 @@ def forward_backward_graph(
         overlap=switches.copy_streams,
         # Both ends of a skip's message could wait for ever: other messages come between.
         rendezvous=not switches.copy_streams and not (switches.portals and pairs),
+        streams=switches.streams,
+        hosts=switches.hosts,
+        host_threads=switches.hosts != "one",
         step="none",
         skips=pairs,
         portals=switches.portals,

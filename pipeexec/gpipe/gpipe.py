@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from pipesim.errors import (
     check_name,
 )
 from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.lower import Streams
 from pipesim.lowering.recomputes import RECOMPUTE, Recompute
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
@@ -96,6 +97,14 @@ class GPipe(nn.Module):
         For experiments without copy streams: whether a device receives a gradient before it
         recomputes, as under torchgpipe on default streams. The recompute then does not fill the
         wait for the gradient.
+    streams
+        For experiments: copy streams as in `pipesim.lower`. By default each device has a stream for
+        each peer and direction; ``"per_microbatch"`` is like torchgpipe, which has one for each
+        device and micro-batch.
+    hosts
+        For experiments: ``"one"`` thread issues the tasks of all devices, or a thread a device, for
+        ``"per_device"`` (`pipeexec.gpipe.hosts`). torchgpipe has such threads for forwards, and
+        torch's engine for backwards on GPUs. The threads share Python's lock.
     backward_seed, backward_order
         For experiments without dependencies: impose an order of the backward, drawn at random, or
         that of the R and B of each stage of a schedule, such as one of `pipesim.autograd_orders`. A
@@ -143,6 +152,8 @@ class GPipe(nn.Module):
         copy_streams: bool = True,
         portals: bool = True,
         recompute_waits: bool = False,
+        streams: Streams = "per_peer",
+        hosts: Literal["one", "per_device"] = "one",
         backward_seed: int | None = None,
         backward_order: Schedule | None = None,
         threads: bool | None = None,
@@ -159,9 +170,15 @@ class GPipe(nn.Module):
         if threads is not None:
             check_flag("threads", threads)
         switches = Switches(
-            dependencies, copy_streams, portals, recompute_waits, backward_seed, backward_order
-        )
+            dependencies, copy_streams, portals, recompute_waits, streams, hosts, backward_seed,
+            backward_order,
+        )  # fmt: skip
         check_switches(switches)
+        if threads is False and hosts != "one":
+            raise ArgumentError(
+                f"hosts={hosts!r}, but threads=False runs all tasks in the caller's thread; leave "
+                "out one of them"
+            )
         check_module(module)
         verify_skippables(module)
         if deferred_batch_norm:
@@ -307,6 +324,8 @@ class GPipe(nn.Module):
             return COMPUTE
         if self.threads is not None:
             return CALLER
+        if self._switches.hosts != "one":
+            return COMPUTE
         call, own = self._last_call, any(not isinstance(x, torch.device) for x in self._places)
         if own or call is None or call.forward_seconds() > MIN_THREADED_SECONDS:
             return COMPUTE
@@ -389,6 +408,14 @@ class GPipe(nn.Module):
         """Facts about the devices that matter to readers of measured times: emulated links."""
         devices = self._runtime.devices if self._runtime is not None else ()
         return tuple(dict.fromkeys(device.note for device in devices if device.note))
+
+    @property
+    def launches(self) -> dict[str, Any]:
+        """Imposed seconds of a host to issue a task, as keywords of `pipesim.Costs`."""
+        device = self._places[0] if self._places else None
+        if device is None or isinstance(device, torch.device):
+            return {}
+        return {"launch": device.launch, "launch_by_op": device.launch_by_op}
 
     def skip_bytes(self) -> dict[tuple[int, int], int]:
         """Return the bytes a micro-batch of skips between partitions in the last forward.

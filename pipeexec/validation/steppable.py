@@ -205,7 +205,8 @@ class GPipeSteps:
         """Return the costs of a step; weights and optimizer are restored after it."""
         with restore_afterwards([self.model], [self.optimizer]):
             timeline = self.step(inputs, targets).timeline
-        return Costs.from_timeline(timeline, skip_bytes=self.model.skip_bytes())
+        costs = Costs.from_timeline(timeline, skip_bytes=self.model.skip_bytes())
+        return replace(costs, **self.model.launches)
 
     def with_bytes(self, costs: Costs, inputs: Batch, targets: Any) -> Costs:
         """Return costs with the bytes of parameters, optimizer state and activations."""

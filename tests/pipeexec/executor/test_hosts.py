@@ -128,14 +128,14 @@ def test_each_host_is_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs stages run in the thread that issues them."""
     FakeCuda().install(monkeypatch)
     stages = [nn.Sequential(nn.Linear(16, 16), Named()) for _ in range(3)]
-    graph = lowered(hosts=[0, 1, 0])
+    graph, before = lowered(hosts=[0, 1, 0]), set(threading.enumerate())
     with px.Pipeline(stages, graph, [FakeGpu(k) for k in range(3)], mse) as subject:
         subject.step(*data(8))
         subject.with_graph(lowered()).step(*data(8))
     own = threading.current_thread().name
     names = [{"cuda:0 host"}, {"cuda:1 host"}, {"cuda:0 host"}]
     assert [stage[1].threads for stage in stages] == [name | {own} for name in names]
-    assert not any("host" in thread.name for thread in threading.enumerate())
+    assert not any("host" in thread.name for thread in set(threading.enumerate()) - before)
 
 
 @pytest.mark.parametrize("call", [{"forward": 2}, {"backward": 1}])
@@ -303,11 +303,18 @@ def test_launches_that_mean_nothing(launch: Any) -> None:
         px.workers(2, launch=launch)
 
 
-def test_gpipe_refuses_imposed_launches() -> None:
-    """Nothing would say that its predictions lack them."""
-    for devices in (px.workers(2, launch=1e-3), px.workers(2, launch_by_op={"F": 1e-3})):
-        with pytest.raises(ArgumentError, match="GPipe's host is the caller's thread"):
-            px.GPipe(nn.Sequential(*dense(2)), [1, 1], devices=devices, chunks=2)
+def test_predictions_of_gpipe_have_its_launches() -> None:
+    """Those that are imposed, also by operation."""
+    for options in ({"launch": 1e-3}, {"launch_by_op": {"F": 1e-3}}):
+        devices = px.workers(2, **options)  # type: ignore[arg-type]
+        model = px.GPipe(nn.Sequential(*dense(2)), [1, 1], devices=devices, chunks=2)
+        validation = px.validate(
+            model, loss_fn=mse, batches=iter(lambda: data(8), None), n_steps=1, warm_up=0
+        )
+        costs = validation.costs
+        assert (costs.launch, costs.launch_by_op) == (
+            options.get("launch", 0.0), (("F", 1e-3),) if "launch_by_op" in options else None,
+        )  # fmt: skip
 
 
 def test_a_capture_has_one_host() -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -131,23 +132,21 @@ def test_threads_submit_tasks_in_the_order_of_their_streams(seed: int) -> None:
         if j < n - 1:
             queues[j][-1].append(send)
     submitted: list[PlannedTask] = []
-    last: dict[int, int] = {}
 
-    def submit(task: PlannedTask) -> None:
-        submitted.append(task)
-        last[task.stage.index] = task.id
+    def submit(tasks: Sequence[PlannedTask]) -> None:
+        submitted.extend(tasks)
         if draws.random() < 0.3:
-            put_next(task.stage.index)  # a node that runs within a task
+            put_next(tasks[0].stage.index)  # a node that runs within a task
         time.sleep(draws.choice([0, 1e-4]))
 
-    rendezvous = Rendezvous(submit, recvs, last, n)
+    rendezvous = Rendezvous(recvs, {}, n)
     left = [deque(queue) for queue in queues]
     locks = [threading.RLock() for _ in range(n)]
 
     def put_next(j: int) -> None:
         with locks[j]:
             if left[j]:
-                rendezvous.put(j, left[j].popleft())
+                rendezvous.put(j, left[j].popleft(), submit)
 
     threads = [
         threading.Thread(target=lambda j=j: [put_next(j) for _ in range(m)]) for j in range(n)
