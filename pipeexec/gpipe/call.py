@@ -143,6 +143,9 @@ class Call:
         if self.tensors.tracked:
             partitions = self.runtime.partitions
             parameters = {j: trainable_parameters(partitions[j]) for j in self.tensors.tracked}
+            if not any(parameters.values()) and not any(x.requires_grad for x in inputs):
+                # Parameters are results, such as those of torch.func.functional_call.
+                parameters[self.tensors.tracked[0]] = [torch.empty(0, requires_grad=True)]
             self._leaves = Leaves(inputs, atomic, parameters)
             leave = self._link(self._leaves)
         self._rejoin()

@@ -180,6 +180,16 @@ def test_dropout_of_a_repeated_forward_is_that_of_the_first() -> None:
     assert all(map(torch.equal, first, torch.autograd.grad(loss, parameters)))
 
 
+def test_parameters_that_were_computed() -> None:
+    """The backward of a partition goes on to what its parameters were computed from."""
+    plain = sequential("dense")
+    model = px.GPipe(copy.deepcopy(plain), [2, 2], devices=CPUS, checkpoint="never")
+    for module in (model, plain):
+        doubled = {name: 2 * p for name, p in module.named_parameters()}
+        torch.func.functional_call(module, doubled, (batch(),)).sum().backward()
+    _check([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
 class Counts(nn.Module):
     """Multiplies by the number of its forwards."""
 
