@@ -42,6 +42,11 @@ def graph() -> ps.TaskGraph:
 
 
 @cache
+def autograd() -> AutogradGraph:
+    return AutogradGraph([AutogradNode("Addmm")], [])
+
+
+@cache
 def costs() -> ps.Costs:
     return ps.Costs(forward=1.0, backward=2.0, output_bytes=8.0, activation_bytes=4.0)
 
@@ -312,6 +317,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.TaskGraph.wire": lambda _: {"tasks": tasks()},
     "ps.TaskGraph.to_html": lambda to: {"self": graph(), "path": to / "page.html"},
     "ps.TaskGraph.with_name": lambda _: {"self": graph(), "name": "x"},
+    "ps.graph.AutogradGraph.plot": lambda _: {"self": autograd()},
+    "ps.graph.AutogradGraph.to_html": lambda to: {"self": autograd(), "path": to / "page.html"},
     "ps.graph.Tasks.kinds": lambda _: {"self": tasks()},
     "ps.Timeline": lambda _: {
         "graph": graph(), "start": timeline().start, "end": timeline().end},
@@ -385,7 +392,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.calibration.Calibration.predict": lambda _: {"self": calibration(), "rows": MEASURED},
     "ps.calibration.Calibration.save": lambda to: {"self": calibration(), "path": to / "gpu.json"},
     "ps.calibration.Calibration.to_dict": lambda _: {"self": calibration()},
-    "ps.plot.autograd_graph": lambda _: {"graph": AutogradGraph([AutogradNode("Addmm")], [])},
+    "ps.plot.autograd_graph": lambda _: {"graph": autograd()},
     "ps.plot.bars": lambda _: {"table": ps.compare({"x": timeline()})},
     "ps.plot.comparison": lambda _: {"comparison": ps.Comparison(timeline(), timeline())},
     "ps.plot.dependencies": lambda _: {"graph": graph()},

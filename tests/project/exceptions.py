@@ -11,6 +11,9 @@ _GROUP = "part of the protocol between processes, which all call alike; the pipe
 UNATTACKED: dict[str, str] = {
     "ps.Action": "a named tuple; what takes an order checks its actions",
     "ps.analysis.AutogradOrders": _PLAIN,
+    "ps.graph.AutogradEdge": "a named tuple; AutogradGraph checks it",
+    "ps.graph.AutogradGraph": "px.autograd_graph makes it",
+    "ps.graph.AutogradNode": _PLAIN,
     "ps.calibration.Calibration": "GPU.fit makes it",
     "ps.calibration.Calibration.network": _DRAWN,
     "ps.calibration.Calibration.plot": _DRAWN,
@@ -51,8 +54,8 @@ UNATTACKED: dict[str, str] = {
     "ps.graph.Tasks": "checked when it is wired",
     "ps.models.Kernel": "a named tuple; GPU.kernel_seconds checks it",
     **{f"ps.plot.{name}": _DRAWN for name in (
-        "accuracy", "comparison_html", "graph_html", "overlay", "panels", "plan_front", "save",
-        "schedule_html", "timeline_html")},
+        "accuracy", "autograd_graph_html", "comparison_html", "graph_html", "overlay", "panels",
+        "plan_front", "save", "schedule_html", "timeline_html")},
     "ps.trace.lanes": _INSIDE,
     "ps.trace.names": _INSIDE,
     "ps.trace.nanoseconds": _INSIDE,

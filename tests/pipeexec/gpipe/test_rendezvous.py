@@ -87,8 +87,8 @@ def test_compute_streams_of_two_gpus_wait_for_each_other(monkeypatch: pytest.Mon
     carry = NamedStreams.carry
 
     def noted_carry(self: NamedStreams, values: Values, target: Device) -> Values:
-        own, other = (torch.cuda.current_stream(x.torch_device) for x in (self, target))
-        currents.append((torch.cuda.current_stream().number, own.number, other.number))  # type: ignore[attr-defined]
+        gpus = None, self.torch_device, target.torch_device
+        currents.append(tuple(cuda.current_stream(gpu).number for gpu in gpus))
         return carry(self, values, target)
 
     monkeypatch.setattr(NamedStreams, "carry", noted_carry)
