@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.streams import Stream
 
@@ -20,7 +18,9 @@ def send(
     for value in values:
         if value is not None:
             source.adopt(value, stream)
-    with nullcontext() if receiver is None else receiver.beside_current():
+    if receiver is None:
+        return source.carry(values, target)
+    with receiver.beside_current():
         return source.carry(values, target)
 
 

@@ -351,11 +351,13 @@ class Step:
         events = self.events
         start_events, end_events = events.start_events, events.end_events
         issued, zero, frees = events.issued, events.zero, self.frees
+        run_handler, set_start = self._run_handler, start_events.__setitem__
         for task in tasks:
             stream, waits = task.stream, [end_events[needed] for needed in task.waits]
-            for needed in frees.get(task.id, ()):
-                waits.append(end_events[needed])
-                self.results[needed] = None
+            if task.id in frees:
+                for needed in frees[task.id]:
+                    waits.append(end_events[needed])
+                    self.results[needed] = None
             if task.sync is not None:
                 for milestone in task.sync.milestones:
                     stream.wait_event(events.milestones[milestone][0])
@@ -366,9 +368,9 @@ class Step:
                 self._submit_remote(task, waits)
                 continue
             end_events[task.id] = stream.run(
-                partial(self._run_handler, task, task.handler, True),
+                partial(run_handler, task, task.handler, True),
                 waits,  # type: ignore[arg-type]  # issued before
-                partial(start_events.__setitem__, task.id),
+                partial(set_start, task.id),
             )
 
     def _submit_remote(self, task: PlannedTask, waits: Iterable[Event | None]) -> None:

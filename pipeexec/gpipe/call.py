@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from threading import Thread
 
 import numpy as np
@@ -83,13 +84,16 @@ class Call:
         self._thread_context = one_thread if stream == CALLER else nullcontext
         self._streams = [device.stream(stream) for device in runtime.devices]
         self._has_begun_backward = self._is_done = False
-        self._last: dict[int, int] = {}  # by partition: the last task on the stream that computes
+        self._submitted: list[Sequence[PlannedTask]] = []
         # By source and target partition: RECVs of messages that were sent, but not received.
         self._channels: dict[tuple[int, int], deque[PlannedTask]] = defaultdict(deque)
         self._unreceived: set[int] = set()  # the RECVs of all channels
-        recvs = {send: message.recv for send, message in self.plan.messages.items()}
         self._rendezvous = (
-            Rendezvous(recvs, {t.stage.index: t.id for t in self.plan.forward}, len(self._streams))
+            Rendezvous(
+                {send: message.recv for send, message in self.plan.messages.items()},
+                {task.stage.index: task.id for task in self.plan.forward},
+                len(self._streams),
+            )
             if self.plan.graph.rendezvous
             else None
         )
@@ -162,11 +166,18 @@ class Call:
         self._raise_failure()
 
     def _last_events(self) -> list[tuple[int, Event]]:
-        """Return the end of the last task of each partition that has tasks."""
+        """Return the end of each partition's last task on the stream that computes, if any."""
         if self._hosts is not None:
             self._hosts.wait()
-        ends = [(j, self.step.events.end_events[t]) for j, t in list(self._last.items())]
-        return [(j, event) for j, event in ends if event is not None]
+        last: dict[int, Event] = {}
+        for task in chain.from_iterable(map(reversed, reversed(self._submitted))):
+            j, event = task.stage.index, self.step.events.end_events[task.id]
+            # An interrupt may have come before the task was submitted.
+            if j not in last and task.stream is self._streams[j] and event is not None:
+                last[j] = event
+                if len(last) == len(self._streams):
+                    break
+        return list(last.items())
 
     def _pop_results(self, j: int, tasks: Sequence[PartitionTask]) -> list[SlotTensors]:
         """Return the results of tasks of partition ``j``, for the caller to use."""
@@ -243,14 +254,9 @@ class Call:
             self._hosts.put(tasks, self._submit_here)
 
     def _submit_here(self, tasks: Sequence[PlannedTask]) -> None:
-        """Submit tasks from the calling thread; keep the last one of each partition."""
-        try:
-            self.step.submit(tasks)
-        finally:  # an interrupt: some were submitted
-            for task in tasks:
-                j = task.stage.index
-                if task.stream is self._streams[j] and self.step.events.end_events[task.id]:
-                    self._last[j] = task.id
+        """Submit tasks from the calling thread."""
+        self._submitted.append(tasks)
+        self.step.submit(tasks)
 
     def forward_seconds(self) -> float:
         """Return the time of a forward (s): the fastest of each partition, averaged."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
-from pipeexec.stages.restore import temporary_attribute
+from pipeexec.stages.recompute import NO_CONTEXT
+from pipeexec.stages.restore import TemporaryAttribute
 
 
 class _CheckpointState(threading.local):
@@ -60,9 +61,9 @@ def is_recomputing() -> bool:
 
 def checkpointing() -> AbstractContextManager[None]:
     """Return a context in which `is_checkpointing` is true in this thread."""
-    return temporary_attribute(_STATE, "is_checkpointing", True)
+    return TemporaryAttribute(_STATE, "is_checkpointing", True)
 
 
 def recomputing(again: bool = True) -> AbstractContextManager[None]:
     """Return a context in which `is_recomputing` is true in this thread; without ``again`` none."""
-    return temporary_attribute(_STATE, "is_recomputing", True) if again else nullcontext()
+    return TemporaryAttribute(_STATE, "is_recomputing", True) if again else NO_CONTEXT

@@ -35,9 +35,9 @@ class Form(NamedTuple):
     skips: tuple[Key, ...] = ()
 
     @property
-    def slots(self) -> tuple[int | Key, ...]:
+    def slots(self) -> Sequence[int | Key]:
         """The name of each flat tensor: its number, or its skip."""
-        return *range(self.n), *self.skips
+        return (*range(self.n), *self.skips) if self.skips else range(self.n)
 
 
 class Forms:
@@ -94,7 +94,7 @@ class Partition(nn.Module):
         else:
             output = self.layers(layer_input)
         outputs = output if isinstance(output, tuple) else (output,)
-        if not all(isinstance(x, Tensor) for x in outputs):
+        if [x for x in outputs if not isinstance(x, Tensor)]:
             kinds = ", ".join(type(x).__name__ for x in outputs)
             raise ArgumentTypeError(
                 f"a partition must return a tensor or a tuple of tensors: expected Tensor, but got "

@@ -324,7 +324,7 @@ class ModuleCaller:
 
         ``counters`` are the version counters of the arguments before the call.
         """
-        is_modified = any(x._version != n for x, n in zip(arguments, counters, strict=True))
+        is_modified = [x._version for x in arguments] != counters
         was_modified = self.modifies_input.setdefault(training, is_modified)
         if is_modified and not was_modified:
             self.modifies_input[training] = True

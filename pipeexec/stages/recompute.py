@@ -68,13 +68,17 @@ class Slot:
 Buffers = dict[Slot, Buffer]
 
 
-@contextmanager
-def use_buffers(buffers: Buffers) -> Iterator[None]:
+def use_buffers(buffers: Buffers) -> AbstractContextManager[None]:
     """Let modules have other buffers in a block; ``buffers`` then has what the block made of them.
 
     `torch.func.functional_call` does the same, but leaves its tensors in a module that is used
     twice.
     """
+    return _exchanged(buffers) if buffers else NO_CONTEXT
+
+
+@contextmanager
+def _exchanged(buffers: Buffers) -> Iterator[None]:
     own = [(slot, slot.get()) for slot in buffers]
     for slot, buffer in buffers.items():
         slot.set(buffer)

@@ -19,7 +19,7 @@ from pipeexec.profiling.profile import Profile
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss, combined_loss
 from pipeexec.stages.microbatches import Microbatches, shapes_as_text
-from pipeexec.stages.restore import restore_afterwards, temporary_attribute
+from pipeexec.stages.restore import TemporaryAttribute, restore_afterwards
 from pipeexec.validation.accuracy import MeasuredStep
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
@@ -192,7 +192,7 @@ class GPipeSteps:
         """Run forward, loss, backward and the optimizer's step; set all gradients to None."""
         if isinstance(targets, Tensor):  # first, as a copy to a GPU waits for its stream
             targets = targets.to(self.model.devices[-1])
-        with temporary_attribute(self.model, "threads", True):
+        with TemporaryAttribute(self.model, "threads", True):
             loss = combined_loss(self.loss_fn(self.model(inputs), targets))
             loss.backward()
         timeline = self.model.timeline()
@@ -211,7 +211,7 @@ class GPipeSteps:
     def with_bytes(self, costs: Costs, inputs: Batch, targets: Any) -> Costs:
         """Return costs with the bytes of parameters, optimizer state and activations."""
         model = self.model
-        with temporary_attribute(model, "checkpoint", "never"):
+        with TemporaryAttribute(model, "checkpoint", "never"):
             peak_bytes = self.activation_bytes(inputs, targets)
         first = inputs[0] if isinstance(inputs, tuple) else inputs
         n_microbatches = len(first.chunk(model.chunks))
