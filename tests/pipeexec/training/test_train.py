@@ -494,7 +494,7 @@ def test_bad_arguments(options: dict[str, Any], text: str) -> None:
 @pytest.mark.slow
 def test_measured_costs(tmp_path: Path) -> None:
     """Costs are measured once, and change neither weights nor random numbers."""
-    with pytest.warns(UserWarning, match="below 1 ms"):
+    with pytest.warns(UserWarning, match="below 1 ms|the machine is busy"):
         got = run(tmp_path, 3, costs="measure")
     assert got.losses == run(None, 3).losses
     assert got.predicted.makespan > 0
