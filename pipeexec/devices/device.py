@@ -102,6 +102,16 @@ DeviceLike = str | torch.device | Device
 NONE_BY_OP: Mapping[Op, float] = MappingProxyType({})
 
 
+def has_launches(device: Device) -> bool:
+    """Return whether launches are imposed on a device's tasks, or on those of some operations."""
+    return bool(device.launch or any(device.launch_by_op.values()))
+
+
+def launch_seconds(device: Device, op: Op) -> float:
+    """Return the seconds that a host takes at least to issue a task of an operation."""
+    return device.launch_by_op.get(op, device.launch)
+
+
 class NamedStreams:
     """A device's streams by name, made on first use.
 

@@ -20,7 +20,14 @@ from functools import partial
 import torch
 
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.device import NONE_BY_OP, Device, DeviceLike, NamedStreams, Values
+from pipeexec.devices.device import (
+    NONE_BY_OP,
+    Device,
+    DeviceLike,
+    NamedStreams,
+    Values,
+    has_launches,
+)
 from pipeexec.devices.emulated_links import EmulatedLinks, SleepTimer, TimedMessage, check_links
 from pipeexec.devices.streams import (
     CallerStream,
@@ -256,7 +263,7 @@ class Worker(CpuDevice):
         self.index, self.links = index, links
         self.launch, self.launch_by_op = launch, launch_by_op
         notes = [] if links is None else [f"link times are imposed: {links.timer.description}"]
-        if launch or any(launch_by_op.values()):
+        if has_launches(self):
             own = "".join(f", {op} {seconds:g} s" for op, seconds in launch_by_op.items())
             notes += [f"launches are imposed: {launch:g} s of the host a task{own}"]
         self.note = "; ".join(notes)

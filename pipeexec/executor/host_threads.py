@@ -16,6 +16,7 @@ from time import perf_counter, sleep
 
 import numpy as np
 
+from pipeexec.devices.device import has_launches, launch_seconds
 from pipeexec.devices.streams import CpuEvent
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
@@ -78,8 +79,7 @@ class HostThreads:
             if step.has_stopped:
                 return
             start = perf_counter()
-            device = task.device
-            due += device.launch_by_op.get(self._op[task.id], device.launch)
+            due += launch_seconds(task.device, self._op[task.id])
             if due > start:
                 sleep(due - start)
             yield task
@@ -104,9 +104,7 @@ def make_host_threads(
             "simulated makespan is too short: lower it with host_threads=True",
             AccuracyWarning,
         )
-    devices = {task.device for task in tasks}
-    has_launches = any(x.launch or any(x.launch_by_op.values()) for x in devices)
-    if has_one_host and not has_launches:
+    if has_one_host and not any(map(has_launches, {task.device for task in tasks})):
         return None
     host = np.zeros(len(graph), np.int64) if has_one_host else graph.host[graph.device]
     tasks_by_host: dict[int, list[PlannedTask]] = {}

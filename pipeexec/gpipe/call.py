@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from pipeexec.devices.cuda import CudaStream
+from pipeexec.devices.device import has_launches
 from pipeexec.devices.streams import Event, wait_for
 from pipeexec.devices.thread_settings import one_thread
 from pipeexec.executor.planned_task import PlannedTask
@@ -100,7 +101,7 @@ class Call:
         has_hosts = runtime.switches.hosts != "one"
         self._hosts = (
             CallHosts(self.step, runtime.devices, has_hosts)
-            if has_hosts or any(x.launch or any(x.launch_by_op.values()) for x in runtime.devices)
+            if has_hosts or any(map(has_launches, runtime.devices))
             else None
         )
         self._input_shapes: Sequence[Sequence[torch.Size]] = ()

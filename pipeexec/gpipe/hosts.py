@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter, sleep
 
-from pipeexec.devices.device import Device
+from pipeexec.devices.device import Device, launch_seconds
 from pipeexec.devices.streams import CpuStream
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
@@ -57,8 +57,7 @@ class CallHosts:
                 while not step.has_stopped and any(ends[t] is None for t in task.waits):
                     self._submitted.wait(_CHECK_SECONDS)
                     due = max(due, perf_counter())
-            device = task.device
-            launch = device.launch_by_op.get(Op(step.graph.op[task.id]), device.launch)
+            launch = launch_seconds(task.device, Op(step.graph.op[task.id]))
             self._due[thread] = due = due + launch
             if launch and not step.has_stopped and (wait := due - perf_counter()) > 0:
                 sleep(wait)
