@@ -313,6 +313,25 @@ def network_of(
     return Network(max(link.latency for link in links), slowest, tuple(links))
 
 
+def message_costs(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Return ``network`` and ``output_seconds`` of `Costs` from the messages of steps alone.
+
+    A line is fitted to the seconds of SENDs by their bytes: it gives the bandwidth, and the seconds
+    that a SEND holds its stream besides. Messages of one size have bandwidth alone. All pairs share
+    one latency, which is as in `network_of`.
+    """
+    nbytes, seconds = _bytes_and_seconds(timelines, SENDS)
+    if not len(nbytes):
+        return {"network": Network()}
+    bandwidth, held = float(nbytes.sum() / seconds.sum()), 0.0
+    if np.ptp(nbytes) > 0:
+        line = _fit_by_size(nbytes, seconds)
+        bandwidth, held = line.bandwidth, line.latency
+    awaited = _awaited_messages(timelines).values()
+    messages = [(size, lasted - held) for rows in awaited for size, lasted in rows]
+    return {"network": _speed(messages, 0.0, bandwidth), "output_seconds": held}
+
+
 def _differs(group: pd.DataFrame, common: Fit, own: Fit) -> bool:
     """Return whether messages of a pair take clearly longer or shorter than those of all pairs."""
     seconds = common.seconds(group["nbytes"].to_numpy())
@@ -411,17 +430,26 @@ def offload_bytes(
 
 def host_link(timelines: Sequence[Timeline]) -> HostLink | None:
     """Return the link that fits the copies of all timelines; None without copies."""
-    sizes, seconds = [], []
-    for timeline in timelines:
-        copies = np.flatnonzero(timeline.graph.is_op(COPIES))
-        sizes.append(timeline.nbytes[copies])
-        seconds.append(timeline.duration[copies])
-    nbytes = np.concatenate(sizes) if sizes else np.empty(0)
+    nbytes, seconds = _bytes_and_seconds(timelines, COPIES)
     if not len(nbytes):
         return None
-    lasted = np.maximum(np.concatenate(seconds), 1e-9)
+    line = _fit_by_size(nbytes, seconds)
+    return HostLink(line.latency, line.bandwidth)
+
+
+def _bytes_and_seconds(timelines: Sequence[Timeline], ops: frozenset[Op]) -> tuple[Floats, Floats]:
+    """Return the bytes and the seconds, which are above 0, of the tasks of some operations."""
+    sizes, seconds = [np.empty(0)], [np.empty(0)]
+    for timeline in timelines:
+        tasks = np.flatnonzero(timeline.graph.is_op(ops))
+        sizes.append(timeline.nbytes[tasks])
+        seconds.append(timeline.duration[tasks])
+    return np.concatenate(sizes), np.maximum(np.concatenate(seconds), 1e-9)
+
+
+def _fit_by_size(nbytes: Floats, seconds: Floats) -> Fit:
+    """Fit a line to the median seconds of each of at most `_MOST_SIZES` sizes."""
     different = np.unique(nbytes)
     different = different[np.linspace(0, len(different) - 1, _MOST_SIZES).astype(int)]
     different = np.unique(different)
-    line = fit(different, [float(np.median(lasted[nbytes == size])) for size in different])
-    return HostLink(line.latency, line.bandwidth)
+    return fit(different, [float(np.median(seconds[nbytes == size])) for size in different])

@@ -15,6 +15,7 @@ from pipeexec.executor.pipeline import Pipeline
 from pipeexec.executor.step_result import StepResult
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.calibration import Calibration
+from pipeexec.profiling.link_speed import message_costs
 from pipeexec.profiling.profile import Profile
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss, combined_loss
@@ -23,7 +24,6 @@ from pipeexec.stages.restore import TemporaryAttribute, restore_afterwards
 from pipeexec.validation.accuracy import MeasuredStep
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
-from pipesim.network.network import Network
 from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
 
@@ -201,12 +201,21 @@ class GPipeSteps:
         self.model.zero_grad(set_to_none=True)
         return _GPipeStep(loss.detach(), timeline)
 
-    def step_costs(self, inputs: Batch, targets: Any) -> Costs:
-        """Return the costs of a step; weights and optimizer are restored after it."""
+    def calibration_step(self, inputs: Batch, targets: Any) -> Timeline:
+        """Return the timeline of a step; weights and optimizer are restored after it."""
         with restore_afterwards([self.model], [self.optimizer]):
-            timeline = self.step(inputs, targets).timeline
-        costs = Costs.from_timeline(timeline, skip_bytes=self.model.skip_bytes())
-        return replace(costs, **self.model.launches)
+            return self.step(inputs, targets).timeline
+
+    def costs_of(self, timelines: Sequence[Timeline]) -> Costs:
+        """Return mean costs of steps, and those of all their messages together."""
+        of_messages = message_costs(timelines) | {"skip_bytes": self.model.skip_bytes()}
+        costs = [Costs.from_timeline(timeline, **of_messages) for timeline in timelines]
+        means: dict[str, Any] = {}
+        for name in ("forward", "backward", "recompute"):  # other fields are equal in all steps
+            values = [getattr(step_costs, name) for step_costs in costs]
+            if values[0] is not None:
+                means[name] = tuple(np.mean(values, axis=0).tolist())
+        return replace(costs[0], **means, **self.model.launches)
 
     def with_bytes(self, costs: Costs, inputs: Batch, targets: Any) -> Costs:
         """Return costs with the bytes of parameters, optimizer state and activations."""
@@ -258,32 +267,16 @@ class GPipeCalibration:
 
     def __init__(self, steps: GPipeSteps) -> None:
         self._steps = steps
-        self._costs: list[Costs] = []
+        self._timelines: list[Timeline] = []
 
     def warm_up(self) -> None:
         """Run nothing, as the uncounted steps of the modules are the warm-up."""
 
     def calibrate(self, inputs: Batch, targets: Any) -> None:
-        """Measure the costs of a step; weights and optimizer are restored after it."""
-        self._costs.append(self._steps.step_costs(inputs, targets))
+        """Measure a step; weights and optimizer are restored after it."""
+        self._timelines.append(self._steps.calibration_step(inputs, targets))
 
     def result(self, inputs: Batch, targets: Any) -> tuple[Costs, None]:
         """Return the mean costs, with the bytes of a step on a batch, and None for the profile."""
-        return self._steps.with_bytes(_mean_costs(self._costs), inputs, targets), None
-
-
-def _mean_costs(costs: Sequence[Costs]) -> Costs:
-    """Return costs whose durations, latency and bandwidth are means over steps."""
-    first = costs[0]
-    means: dict[str, Any] = {}
-    for name in ("forward", "backward", "recompute"):  # other fields are the same in every step
-        values = [getattr(step_costs, name) for step_costs in costs]
-        if values[0] is not None:
-            means[name] = tuple(np.mean(values, axis=0).tolist())
-    networks = [step_costs.network for step_costs in costs]
-    seconds_per_byte = float(np.mean([1 / network.bandwidth for network in networks]))
-    network = Network(
-        latency=float(np.mean([network.latency for network in networks])),
-        bandwidth=1 / seconds_per_byte if seconds_per_byte else float("inf"),
-    )
-    return replace(first, **means, network=network)
+        costs = self._steps.costs_of(self._timelines)
+        return self._steps.with_bytes(costs, inputs, targets), None

@@ -24,7 +24,14 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.profiling import Profile
 from pipeexec.profiling.calibration import Calibration, breadth_first
-from pipeexec.profiling.link_speed import fit, fits, measure_transfers, network_of, pairs_of
+from pipeexec.profiling.link_speed import (
+    fit,
+    fits,
+    measure_transfers,
+    message_costs,
+    network_of,
+    pairs_of,
+)
 from pipeexec.run_directory import write_directory
 from pipesim.errors import AccuracyWarning, ArgumentError, RunDirectoryError
 from pipesim.ops import Op
@@ -404,6 +411,24 @@ def test_latency_is_what_was_waited_for_beyond_the_bytes() -> None:
     assert fitted.bandwidth == pytest.approx(1e9)
     alone = network_of(transfers.head(0), {}, [timeline])
     assert (alone.latency, alone.bandwidth) == (pytest.approx(3e-3), math.inf)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "held"),
+    [((1e6, 2e6, 4e6, 0), 2e-3), ((1e6, 1e6, 1e6, 0), 0.0)],
+    ids=["three", "one"],
+)
+def test_seconds_that_messages_of_several_sizes_hold_besides_bytes(
+    nbytes: tuple[float, ...], held: float
+) -> None:
+    """Of a simulated run: bandwidth, latency and ``output_seconds`` come back."""
+    network = ps.Network(latency=3e-3, bandwidth=1e9)
+    costs = ps.Costs(5e-3, 5e-3, output_bytes=nbytes, output_seconds=held, network=network)
+    timeline = ps.simulate(lowered(4), costs)
+    found = message_costs([timeline, timeline])
+    assert found["output_seconds"] == pytest.approx(held)
+    assert (found["network"].latency, found["network"].bandwidth) == pytest.approx((3e-3, 1e9))
+    assert message_costs([ps.simulate(lowered(1), ps.Costs(1, 1))]) == {"network": ps.Network()}
 
 
 def test_messages_are_timed_between_the_pairs_that_have_any() -> None:
