@@ -89,6 +89,9 @@ class Calibration:
         `Network.preset`, and 1 for a network.
     network_latency
         Factor of the network's latencies; likewise.
+    nic_efficiency
+        Share of the bandwidth of NICs alone, if it was fitted or the file of the GPU to start from
+        has one; None for ``network_efficiency``.
     constants
         One row a constant: ``value``, ``start``, ``standard_error`` (of the logarithm, so 0.1 is
         about 10 %), ``determined`` and ``note``. A constant that the rows do not determine has the
@@ -105,6 +108,7 @@ class Calibration:
     gpu: GPU
     network_efficiency: float
     network_latency: float
+    nic_efficiency: float | None
     constants: pd.DataFrame
     rows: pd.DataFrame
     _start: Constants
@@ -137,7 +141,7 @@ class Calibration:
             Network of devices of so many GPUs.
         """
         return self._start.fitted_network(
-            self.network_efficiency, self.network_latency, gpus_per_device
+            self.network_efficiency, self.network_latency, self.nic_efficiency, gpus_per_device
         )
 
     def predict(
@@ -196,6 +200,7 @@ class Calibration:
             "gpu": asdict(self.gpu),
             "network_efficiency": self.network_efficiency,
             "network_latency": self.network_latency,
+            "nic_efficiency": self.nic_efficiency,
             "constants": self.constants.replace({np.nan: None}).to_dict("index"),
             "errors": self.errors.to_dict("index"),
         }
@@ -296,8 +301,9 @@ def fit_gpu(
         network of single GPUs if rows have tensor parallelism of several sizes. A machine has
         the factors of a GPU's file, as start or, if they are not fitted, as they are.
     constants
-        Names of the constants to fit: numbers of `GPU`, ``"network_efficiency"``, or
-        ``"network_latency"``, factors of the network's bandwidths and latencies. By default
+        Names of the constants to fit: numbers of `GPU`, ``"network_efficiency"`` or
+        ``"network_latency"``, factors of the network's bandwidths and latencies, or
+        ``"nic_efficiency"``, that of the bandwidth of NICs alone. By default
         ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any row block
         (``overlap`` is False) and, with a network, its efficiency.
     progress
@@ -476,10 +482,10 @@ def _rows_table(steps: Sequence[MeasuredStep], number: Ints, result: Fit) -> pd.
 
 # Constants that can be fitted: those of a GPU, and factors of a network's rates.
 
-#: Constants of the network: the share of its bandwidths that messages reach, and the factor of its
-#: latencies.
-EFFICIENCY, LATENCY = "network_efficiency", "network_latency"
-_NETWORK = (EFFICIENCY, LATENCY)
+#: Constants of the network: the share of its bandwidths that messages reach, the factor of its
+#: latencies, and the share of the bandwidth of NICs.
+EFFICIENCY, LATENCY, NICS = "network_efficiency", "network_latency", "nic_efficiency"
+_NETWORK = (EFFICIENCY, LATENCY, NICS)
 #: Constants that can be fitted. Those of a GPU are its fields that are always numbers.
 CONSTANTS = (*(field.name for field in fields(GPU) if field.type == "float"), *_NETWORK)
 #: Start value where the GPU has 0; 1e-5 (s) for other constants.
@@ -494,14 +500,15 @@ class Constants:
 
     ``network`` is the name of a machine, a network, or None for messages that take no time. A
     network of single GPUs is grouped for rows with tensor parallelism. ``factors`` are the start of
-    those of the network's bandwidths and of its latencies. For the name of a machine, the first is
-    its share of nominal bandwidths, and both may be from a GPU's file.
+    those of the network's bandwidths, of its latencies, and of the bandwidth of its NICs: None for
+    that of all bandwidths. For the name of a machine, the first is its share of nominal bandwidths,
+    and all may be from a GPU's file.
     """
 
     names: tuple[str, ...]
     gpu: GPU
     network: Network | str | None
-    factors: tuple[float, float] = (1.0, 1.0)
+    factors: tuple[float, float, float | None] = (1.0, 1.0, None)
 
     @property
     def starts(self) -> Floats:
@@ -511,7 +518,7 @@ class Constants:
     def _own(self, name: str) -> float:
         """Return the value of a constant before the fit."""
         if name in _NETWORK:
-            return self.factors[_NETWORK.index(name)]
+            return self.factors[_NETWORK.index(name)] or self.factors[0]
         return float(getattr(self.gpu, name))
 
     @property
@@ -528,8 +535,9 @@ class Constants:
             peak = math.inf if self.gpu.peak_flops is None else self.gpu.peak_flops
             k = self.names.index("flops")
             most[k] = min(most[k], math.log(peak / self.gpu.flops))
-        if EFFICIENCY in self.names and isinstance(self.network, str):
-            most[self.names.index(EFFICIENCY)] = max(0.0, -math.log(self.factors[0]))
+        if isinstance(self.network, str):  # its shares of nominal bandwidths are at most 1
+            for name in {EFFICIENCY, NICS}.intersection(self.names):
+                most[self.names.index(name)] = max(0.0, -math.log(self._own(name)))
         return least, most
 
     def fitted_gpu(self, x: Floats, name: str | None = None) -> GPU:
@@ -542,27 +550,25 @@ class Constants:
             values["flops"] = min(values["flops"], peak)  # the exponential may round upwards
         return replace(self.gpu, **values, name=self.gpu.name if name is None else name)
 
-    def network_factors(self, x: Floats) -> tuple[float, float]:
-        """Return the factors of the network's bandwidths and of its latencies."""
-        efficiency, latency = (
-            start * math.exp(x[self.names.index(name)]) if name in self.names else start
-            for name, start in zip(_NETWORK, self.factors, strict=True)
-        )
-        if isinstance(self.network, str):
-            efficiency = min(efficiency, 1.0)  # the exponential may round upwards
-        return efficiency, latency
+    def network_factors(self, x: Floats) -> tuple[float, float, float | None]:
+        """Return the factors of bandwidths, of latencies and of the bandwidth of NICs."""
+        changes = dict(zip(self.names, np.exp(x).tolist(), strict=True))
+        efficiency, latency, of_nics = (self._own(n) * changes.get(n, 1.0) for n in _NETWORK)
+        if isinstance(self.network, str):  # the exponential may round upwards
+            efficiency, of_nics = min(efficiency, 1.0), min(of_nics, 1.0)
+        has_own = NICS in self.names or self.factors[2] is not None
+        return efficiency, latency, of_nics if has_own else None
 
     def fitted_network(
-        self, efficiency: float, latency: float, gpus_per_device: int
+        self, efficiency: float, latency: float, of_nics: float | None, gpus_per_device: int
     ) -> Network | None:
-        """Return the network of devices of so many GPUs, with its rates times both factors."""
+        """Return the network of devices of so many GPUs, with its rates times the factors."""
         if self.network is None:
             return None
         network = self.network
         if isinstance(network, str):
             network = Network.preset(network, 1.0)
-        if efficiency != 1 or latency != 1:
-            network = network.scaled(latency=latency, bandwidth=efficiency)
+        network = network.scaled(latency=latency, bandwidth=efficiency, nic_bandwidth=of_nics)
         if network.nodes is None or network.nodes.gpus_per_device > 1:
             return network
         return network.grouped(gpus_per_device)
@@ -598,8 +604,11 @@ def chosen_constants(
             raise ArgumentError(f"constants has {name!r} twice; give it once")
         if name in _NETWORK and network is None:
             raise ArgumentError(f"constants has {name}, but there is no network; give one")
-    factors = (1.0, 1.0)
-    if isinstance(network, str):
-        latency = gpu_table(gpu).network_latency if has_gpu_table(gpu) else 1.0
-        factors = (fitted_preset(network, gpu).nominal_share or 1.0, latency)
+        if name == NICS and isinstance(network, Network) and network.nodes is None:
+            raise ArgumentError(f"constants has {name}, but the network has no nodes with NICs")
+    if not isinstance(network, str):
+        return Constants(tuple(free), start, network)
+    latency = gpu_table(gpu).network_latency if has_gpu_table(gpu) else 1.0
+    fitted = fitted_preset(network, gpu)
+    factors = fitted.nominal_share or 1.0, latency, fitted.nominal_nic_share
     return Constants(tuple(free), start, network, factors)

@@ -224,7 +224,7 @@ _OF_PLAN = {
     for name, parameter in signature(plan).parameters.items()
     if name not in ("model", "cluster", "where", "n_best", "backend", "progress")
 }
-_OF_CLUSTER = ("machine", "n_gpus", "gpu", "usable_memory", "network_efficiency")
+_OF_CLUSTER = ("machine", "n_gpus", "gpu", "usable_memory", "network_efficiency", "nic_efficiency")
 _PLAN_TEXTS = {
     "noise": "standard deviation of the seconds of each task, relative to their mean",
     "percentile": "percentile of noisy steps by which the best are ranked (default: 90)",
@@ -242,7 +242,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         "--size", dest="sizes", action="append", type=parse_option, metavar="KEY=VALUE", default=[],
         help="of the model, such as sequence_length=4096",
     )  # fmt: skip
-    shares = dict.fromkeys(("usable_memory", "network_efficiency", "memory_reserve"), "SHARE")
+    shares = dict.fromkeys((*_OF_CLUSTER[3:], "memory_reserve"), "SHARE")
     group = command.add_argument_group("cluster")
     units = {**shares, "gpu": "NAME"}
     add_parameters(group, Cluster, _OF_CLUSTER, prefix="cluster.", metavars=units)

@@ -422,6 +422,8 @@ def _statement(fitted: Calibration, network: str | None) -> str:
     lines = [f"gpu = ps.GPU({', '.join(texts)})"]
     if network:
         share = f"efficiency={fitted.network_efficiency:.4g}"
+        if fitted.nic_efficiency is not None:
+            share += f", nic_efficiency={fitted.nic_efficiency:.4g}"
         scaled = f".scaled(latency={fitted.network_latency:.4g})"
         scaled = scaled if fitted.network_latency != 1 else ""
         lines.append(

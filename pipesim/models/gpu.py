@@ -354,21 +354,28 @@ def as_gpu(gpu: GPU | Mapping[str, Any] | Path | str) -> GPU:
 
 # Fields of a GPU, and factors of its network, as `Calibration.save` and a JSON file have them
 
-#: Factors of a network in a file.
-_FACTORS = ("network_efficiency", "network_latency")
+#: Factors of a network in a file, and the default of each.
+_FACTORS: dict[str, float | None] = {
+    "network_efficiency": 1.0,
+    "network_latency": 1.0,
+    "nic_efficiency": None,
+}
 
 
 class GpuTable(NamedTuple):
-    """Fields of a GPU, and the factors of a network's bandwidths and of its latencies."""
+    """Fields of a GPU, and the factors of a network's bandwidths and of its latencies.
+
+    ``nic_efficiency`` is the factor of the bandwidth of NICs; None for ``network_efficiency``.
+    """
 
     fields: Mapping[str, Any]
     network_efficiency: float = 1.0
     network_latency: float = 1.0
+    nic_efficiency: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the mapping that `gpu_table` reads."""
-        factors = (self.network_efficiency, self.network_latency)
-        return {"gpu": dict(self.fields), **dict(zip(_FACTORS, factors, strict=True))}
+        return {"gpu": dict(self.fields), **{name: getattr(self, name) for name in _FACTORS}}
 
 
 def has_gpu_table(gpu: object) -> TypeGuard[Mapping[str, Any] | os.PathLike[str] | str]:
@@ -397,31 +404,40 @@ def gpu_table(gpu: Mapping[str, Any] | os.PathLike[str] | str) -> GpuTable:
     for key in values:
         saved = ("gpu", *_FACTORS, "constants", "errors", "checksum")
         check_name("key of a fitted GPU", key, saved)
-    factors = []
-    for name in _FACTORS:
-        factor = number(values.get(name, 1.0))
-        if factor is None or not 0 < factor < float("inf"):
-            raise ArgumentError(
-                f"{place}: {name} must be a finite number above 0, got {values[name]!r}"
-            )
-        factors.append(factor)
-    return GpuTable(table, *factors)
+    factors: dict[str, Any] = {}
+    for name, default in _FACTORS.items():
+        value = values.get(name, default)
+        factors[name] = factor = number(value)
+        if value != default and (factor is None or not 0 < factor < float("inf")):
+            raise ArgumentError(f"{place}: {name} must be a finite number above 0, got {value!r}")
+    return GpuTable(table, **factors)
 
 
 def fitted_preset(
-    name: str, gpu: object, efficiency: float | None = None, gpus_per_device: int = 1
+    name: str,
+    gpu: object,
+    efficiency: float | None = None,
+    gpus_per_device: int = 1,
+    nic_efficiency: float | None = None,
 ) -> Network:
     """Return `Network.preset` of a machine, with the factors of a GPU's file, if ``gpu`` is one.
 
-    ``efficiency`` is used in place of the file's; None for that of the file, or of `Network.preset`
-    where there is none: a file has 1 if none was fitted.
+    ``efficiency`` is used in place of both shares in the file, and ``nic_efficiency`` in place of
+    that of NICs; None for that of the file, or of `Network.preset` where there is none: a file has
+    1 if none was fitted.
     """
     table = gpu_table(gpu) if has_gpu_table(gpu) else GpuTable({})
-    share = table.network_efficiency
-    if efficiency is not None or share == 1:
-        share = EFFICIENCY if efficiency is None else efficiency
-        network = Network.preset(name, share, gpus_per_device)
-    else:  # one that was fitted may exceed 1
-        network = Network.preset(name, 1.0, gpus_per_device).scaled(bandwidth=share)
-    latency = table.network_latency
-    return network if latency == 1 else network.scaled(latency=latency)
+    share, of_nics = efficiency, nic_efficiency
+    if share is None:
+        fitted = table.network_efficiency
+        share = EFFICIENCY if fitted == 1 else fitted
+        of_nics = table.nic_efficiency if of_nics is None else of_nics
+    of_nics = share if of_nics is None else of_nics
+    network = Network.preset(
+        name, min(share, 1.0), gpus_per_device, nic_efficiency=min(of_nics, 1.0)
+    )
+    return network.scaled(  # shares that were fitted may exceed 1
+        latency=table.network_latency,
+        bandwidth=max(share, 1.0),
+        nic_bandwidth=max(of_nics, 1.0),
+    )

@@ -87,6 +87,9 @@ class Network:
         Share of the nominal bandwidths of a machine that these bandwidths are, the ``efficiency``
         of `preset`; None (the default) if unknown. No time depends on it: bandwidths are those
         that messages reach. `pipesim.Cluster` needs it to take another efficiency.
+    nominal_nic_share
+        The same of NICs alone, the ``nic_efficiency`` of `preset`; None (the default) for
+        ``nominal_share``.
 
     Examples
     --------
@@ -114,6 +117,7 @@ class Network:
     nodes: Nodes | None = None
     host: HostLink | None = None
     nominal_share: Positive | None = None
+    nominal_nic_share: Positive | None = None
 
     def __post_init__(self) -> None:
         latency, bandwidth = checked_speed("network", self.latency, self.bandwidth)
@@ -124,6 +128,8 @@ class Network:
         ):
             raise NetworkError(f"links must be a sequence of Link, got {self.links!r}")
         object.__setattr__(self, "links", tuple(self.links))
+        if self.nominal_nic_share == self.nominal_share:  # equal networks are equal records
+            object.__setattr__(self, "nominal_nic_share", None)
         pairs = [pair for link in self.links for pair in link.pairs]
         if len(set(pairs)) < len(pairs):
             twice = min(pair for pair, count in Counter(pairs).items() if count > 1)
@@ -425,7 +431,7 @@ class Network:
         Network
             With the same latencies and links; those of infinite bandwidth are never held.
         """
-        return self._times(1.0, math.inf)
+        return self._times(1.0, math.inf, math.inf)
 
     def grouped(self, gpus_per_device: int) -> Network:
         """Return this network with groups of GPUs that act as one device; see `Nodes.grouped`.
@@ -457,7 +463,9 @@ class Network:
             return replace(self, nodes=nodes)
         return replace(self, nodes=nodes, host=self.host.grouped(gpus_per_device))
 
-    def scaled(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Network:
+    def scaled(
+        self, *, latency: float = 1.0, bandwidth: float = 1.0, nic_bandwidth: float | None = None
+    ) -> Network:
         """Return this network with all latencies and bandwidths multiplied by factors.
 
         Costs of a transformer with tensor parallelism include collectives of the network that they
@@ -470,6 +478,8 @@ class Network:
             Factor of all latencies, finite and at least 0.
         bandwidth
             Factor of all bandwidths, of links, ports, NICs and hosts, finite and above 0.
+        nic_bandwidth
+            Another factor for the bandwidth of NICs; None (the default) for ``bandwidth``.
 
         Returns
         -------
@@ -481,7 +491,12 @@ class Network:
             raise NetworkError(f"latency must be a finite factor >= 0, got {latency!r}")
         if faster is None or not 0 < faster < math.inf:
             raise NetworkError(f"bandwidth must be a finite factor > 0, got {bandwidth!r}")
-        scaled = self._times(slower, faster)
+        nics = faster if nic_bandwidth is None else number(nic_bandwidth)
+        if nics is None or not 0 < nics < math.inf:
+            raise NetworkError(f"nic_bandwidth must be a finite factor > 0, got {nic_bandwidth!r}")
+        if nic_bandwidth is not None and self.nodes is None:
+            raise NetworkError("nic_bandwidth: the network has no nodes, and so no NICs")
+        scaled = self._times(slower, faster, nics)
         for before, after in zip(self._bandwidths(), scaled._bandwidths(), strict=True):
             if math.isinf(after) and not math.isinf(before):
                 raise NetworkError(
@@ -495,7 +510,7 @@ class Network:
         nodes += [] if self.host is None else [self.host.bandwidth]
         return [self.bandwidth, *nodes, *(link.bandwidth for link in self.links)]
 
-    def _times(self, latency: float, bandwidth: float) -> Network:
+    def _times(self, latency: float, bandwidth: float, nic_bandwidth: float) -> Network:
         nodes = self.nodes
         if nodes is not None:
             nodes = replace(
@@ -503,22 +518,30 @@ class Network:
                 port_latency=nodes.port_latency * latency,
                 port_bandwidth=nodes.port_bandwidth * bandwidth,
                 nic_latency=nodes.nic_latency * latency,
-                nic_bandwidth=nodes.nic_bandwidth * bandwidth,
+                nic_bandwidth=nodes.nic_bandwidth * nic_bandwidth,
             )
         links = tuple(
             replace(link, latency=link.latency * latency, bandwidth=link.bandwidth * bandwidth)
             for link in self.links
         )
         host = None if self.host is None else scaled_link(self.host, latency, bandwidth)
-        share = None if self.nominal_share is None else self.nominal_share * bandwidth
-        if share is not None and not 0 < share < math.inf:
-            share = None
-        return Network(
-            self.latency * latency, self.bandwidth * bandwidth, links, nodes, host, share
-        )
+        shares: list[float | None] = []
+        of_nics = self.nominal_nic_share or self.nominal_share
+        for share, factor in ((self.nominal_share, bandwidth), (of_nics, nic_bandwidth)):
+            product = (share or 0.0) * factor
+            shares.append(product if 0 < product < math.inf else None)
+        rates = self.latency * latency, self.bandwidth * bandwidth
+        return Network(*rates, links, nodes, host, *shares)
 
     @classmethod
-    def preset(cls, name: str, efficiency: float = EFFICIENCY, gpus_per_device: int = 1) -> Network:
+    def preset(
+        cls,
+        name: str,
+        efficiency: float = EFFICIENCY,
+        gpus_per_device: int = 1,
+        *,
+        nic_efficiency: float | None = None,
+    ) -> Network:
         """Return the network of a common machine; `pipesim.machines` lists them.
 
         Parameters
@@ -532,11 +555,14 @@ class Network:
             GPUs that act as one device, such as a tensor-parallel group; more than a node has for
             groups over several nodes. Bytes are then those of one GPU, as in `Costs.transformer`,
             and so are port and NIC.
+        nic_efficiency
+            The share that messages between nodes reach of their NICs; by default ``efficiency``.
 
         Returns
         -------
         Network
-            Its ``nodes``, ``host`` and ``nominal_share`` are set; it fits any number of devices.
+            Its ``nodes``, ``host`` and shares of nominal rates are set; it fits any number of
+            devices.
 
         Examples
         --------
@@ -545,7 +571,7 @@ class Network:
         >>> network.nodes.port_bandwidth, network.nodes.nic_bandwidth
         (150000000000.0, 12500000000.0)
         """
-        return cls(**preset_fields(name, efficiency, gpus_per_device))
+        return cls(**preset_fields(name, efficiency, gpus_per_device, nic_efficiency))
 
     @classmethod
     def from_csv(
@@ -612,27 +638,29 @@ class Network:
         Returns
         -------
         dict
-            Latencies in seconds, bandwidths in bytes a second. ``nodes``, ``host`` and
-            ``nominal_share`` only if set.
+            Latencies in seconds, bandwidths in bytes a second. ``nodes``, ``host``,
+            ``nominal_share`` and ``nominal_nic_share`` only if set.
         """
         nodes = {} if self.nodes is None else {"nodes": self.nodes.to_dict()}
         host = {} if self.host is None else {"host": self.host.to_dict()}
-        share = {} if self.nominal_share is None else {"nominal_share": self.nominal_share}
+        names = ("nominal_share", "nominal_nic_share")
+        shares = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {
             "latency": self.latency,
             "bandwidth": bandwidth_to_json(self.bandwidth),
             "links": [link.to_dict() for link in self.links],
             **nodes,
             **host,
-            **share,
+            **shares,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Network:
         """Return the network in a mapping such as `to_dict` returns.
 
-        ``preset = "dgx_h100"`` stands for the nodes of a machine. The keys ``efficiency`` and
-        ``gpus_per_device`` may accompany it; they are those of `preset`, with its defaults.
+        ``preset = "dgx_h100"`` stands for the nodes of a machine. The keys ``efficiency``,
+        ``nic_efficiency`` and ``gpus_per_device`` may accompany it; they are those of `preset`,
+        with its defaults.
 
         Parameters
         ----------

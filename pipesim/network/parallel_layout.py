@@ -304,7 +304,13 @@ class Layout:
         }
         return pd.DataFrame(columns).rename_axis("gpu")
 
-    def network(self, machine: str | Network, efficiency: float = EFFICIENCY) -> Network:
+    def network(
+        self,
+        machine: str | Network,
+        efficiency: float = EFFICIENCY,
+        *,
+        nic_efficiency: float | None = None,
+    ) -> Network:
         """Return a network whose devices are those of the layout.
 
         Parameters
@@ -313,6 +319,8 @@ class Layout:
             Name of a machine (`pipesim.machines`), or a network of single GPUs.
         efficiency
             Share of a machine's nominal bandwidths that messages reach.
+        nic_efficiency
+            The same of its NICs alone; by default ``efficiency``.
 
         Returns
         -------
@@ -321,7 +329,8 @@ class Layout:
         """
         _ = self.lowering
         if isinstance(machine, str):
-            return Network.preset(machine, efficiency).grouped(self.gpus_per_device)
+            network = Network.preset(machine, efficiency, nic_efficiency=nic_efficiency)
+            return network.grouped(self.gpus_per_device)
         own = check_type("machine", machine, Network, 'give such as "dgx_h100"')
         return own.grouped(self.gpus_per_device)
 

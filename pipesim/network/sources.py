@@ -25,6 +25,9 @@ not found in a source; each is given its own.
 NVIDIA states NVLink's bandwidth as the sum of both directions (600, 900 and 1800 GB/s a device); a
 port has half of it in each direction. Memory is in units of 10^9 bytes. These are nominal rates.
 Messages reach less: `EFFICIENCY` of them unless ``Network.preset(name, efficiency=...)`` says so.
+Between nodes that is a good fabric. ``nic_efficiency`` states another share for NICs alone:
+BigScience measured a bus bandwidth of 40.5 Gb/s in an all-reduce over four nodes with NICs of
+100 Gb/s, 0.405 of one of them [12]_.
 
 Latencies of the other machines than ``dgx_b200`` are assumed to be the same: 3.4 us inside a node
 and 14 us between nodes. These are the latencies of a ring step over NVLink, and over the network,
@@ -57,6 +60,8 @@ References
 .. [10] NVIDIA, "DGX B200", data sheet, https://www.nvidia.com/en-us/data-center/dgx-b200/
 .. [11] MooreThreads, SimuMax, configs/system/b200_bf16_ceperm.json (``networks``),
    https://github.com/MooreThreads/SimuMax
+.. [12] BigScience, experiments/bandwidth/all_reduce_bench-a100-n4.txt,
+   https://github.com/bigscience-workshop/bigscience
 """
 
 from __future__ import annotations
@@ -171,30 +176,40 @@ def machines() -> pd.DataFrame:
 # Networks in tables of settings
 
 #: Arguments of `Network.preset` that a table may have besides its name.
-_PRESET_OPTIONS = ("efficiency", "gpus_per_device")
+PRESET_OPTIONS = ("efficiency", "gpus_per_device", "nic_efficiency")
+_SHARES = ("nominal_share", "nominal_nic_share")
 #: Keys that a table of settings may have for a network.
-KEYS = ("latency", "bandwidth", "links", "nodes", "host", "nominal_share", "preset",
-        *_PRESET_OPTIONS)  # fmt: skip
+KEYS = ("latency", "bandwidth", "links", "nodes", "host", *_SHARES, "preset",
+        *PRESET_OPTIONS)  # fmt: skip
 
 
 def preset_fields(
-    name: str, efficiency: float = EFFICIENCY, gpus_per_device: int = 1
+    name: str,
+    efficiency: float = EFFICIENCY,
+    gpus_per_device: int = 1,
+    nic_efficiency: float | None = None,
 ) -> dict[str, Any]:
     """Return the fields of the network of a common machine; see `Network.preset`."""
     nodes, host = machine(name).nodes, machine(name).host
-    part = number(efficiency)
-    if part is None or not 0 < part <= 1:
-        raise NetworkError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
+    part = _share("efficiency", efficiency)
+    of_nics = part if nic_efficiency is None else _share("nic_efficiency", nic_efficiency)
     nodes = replace(
         nodes,
         port_bandwidth=nodes.port_bandwidth * part,
-        nic_bandwidth=nodes.nic_bandwidth * part,
+        nic_bandwidth=nodes.nic_bandwidth * of_nics,
     )
     return {
         "nodes": nodes.grouped(gpus_per_device),
         "host": scaled_link(host, 1.0, part).grouped(gpus_per_device),
-        "nominal_share": part,
+        **dict(zip(_SHARES, (part, of_nics), strict=True)),
     }
+
+
+def _share(name: str, value: object) -> float:
+    part = number(value)
+    if part is None or not 0 < part <= 1:
+        raise NetworkError(f"{name} must be above 0 and at most 1, got {value!r}")
+    return part
 
 
 def network_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,10 +218,10 @@ def network_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     links = values.get("links", ())
     if not isinstance(links, (tuple, list)) or not all(isinstance(x, Mapping) for x in links):
         raise NetworkError(f"links must be a list of tables, got {links!r}")
-    fields = {"nodes": None, "host": None, "nominal_share": values.get("nominal_share")}
+    fields = {"nodes": None, "host": None, **{name: values.get(name) for name in _SHARES}}
     if "preset" in values and values.get("nodes") is not None:
         raise NetworkError("network has both preset and nodes; leave out one of them")
-    options = {key: values[key] for key in _PRESET_OPTIONS if key in values}
+    options = {key: values[key] for key in PRESET_OPTIONS if key in values}
     if options and "preset" not in values:
         raise NetworkError(
             f"network has {' and '.join(options)} without a preset to apply to; add "

@@ -36,6 +36,8 @@ class NodeGroup:
 
 #: Name of a machine (empty for none), number of GPUs, and a GPU in any form.
 _Row = tuple[str, int, GpuLike]
+#: Share of nominal bandwidths that messages reach, and the share of those of NICs; None if unknown.
+_Shares = tuple[float | None, float | None]
 
 
 def _rows(machine: Any, n_gpus: int | None, gpu: GpuLike | None) -> list[_Row]:
@@ -76,7 +78,7 @@ def _row(machine: object, n_gpus: object, gpu: GpuLike | None, name: str) -> _Ro
     return str(machine), count, machine_named(machine).gpu if gpu is None else gpu  # type: ignore[arg-type]  # it checks the type
 
 
-def _machine_network(row: _Row, efficiency: float | None) -> Network:
+def _machine_network(row: _Row, shares: _Shares) -> Network:
     """Return the network of a machine; one without a machine has none by default."""
     name, _, gpu = row
     if not name:
@@ -84,12 +86,11 @@ def _machine_network(row: _Row, efficiency: float | None) -> Network:
             "network is missing: a cluster without a machine needs one; give such as "
             "pipesim.Network(nodes=pipesim.Nodes(8, port_bandwidth=300e9, nic_bandwidth=50e9))"
         )
-    if efficiency is not None:
-        efficiency = checked_share("network_efficiency", efficiency)
-    return fitted_preset(name, gpu, efficiency)
+    efficiency, of_nics = shares
+    return fitted_preset(name, gpu, efficiency, nic_efficiency=of_nics)
 
 
-def checked_network(network: Network | Mapping[str, Any], efficiency: float | None) -> Network:
+def _checked_network(network: Network | Mapping[str, Any], shares: _Shares) -> Network:
     """Return a network of single GPUs that was given."""
     if isinstance(network, Mapping):
         network = Network.from_dict(network)
@@ -100,13 +101,20 @@ def checked_network(network: Network | Mapping[str, Any], efficiency: float | No
         raise ArgumentError(
             f"network has devices of {network.nodes.gpus_per_device} GPUs; give one of single GPUs"
         )
-    if efficiency is None:
+    efficiency, of_nics = shares
+    if network.nodes is None and of_nics is not None:
+        raise ArgumentError("nic_efficiency is given, but network has no nodes, and so no NICs")
+    of_nics = efficiency if of_nics is None else of_nics
+    if of_nics is None:
         return network
-    share = checked_share("network_efficiency", efficiency)
-    if network.nominal_share == share:
-        return network
-    scaled = network.scaled(bandwidth=share / (network.nominal_share or 1.0))
-    return replace(scaled, nominal_share=share)
+    own = network.nominal_share or 1.0
+    own_of_nics = network.nominal_nic_share or own
+    scaled = network.scaled(
+        bandwidth=1.0 if efficiency is None else efficiency / own,
+        nic_bandwidth=None if network.nodes is None else of_nics / own_of_nics,
+    )
+    share = network.nominal_share if efficiency is None else efficiency
+    return replace(scaled, nominal_share=share, nominal_nic_share=of_nics)
 
 
 def _slowest(networks: Sequence[Network]) -> Network:
@@ -122,7 +130,8 @@ def _slowest(networks: Sequence[Network]) -> Network:
             "network=..."
         )
     hosts = [network.host for network in networks if network.host is not None]
-    shares = {network.nominal_share for network in networks}
+    shares = {(network.nominal_share, network.nominal_nic_share) for network in networks}
+    share, of_nics = shares.pop() if len(shares) == 1 else (None, None)
     slowest_host = None
     if len(hosts) == len(networks):
         slowest_host = HostLink(
@@ -139,7 +148,8 @@ def _slowest(networks: Sequence[Network]) -> Network:
             nic_bandwidth=min(x.nic_bandwidth for x in nodes),
         ),
         host=slowest_host,
-        nominal_share=shares.pop() if len(shares) == 1 else None,
+        nominal_share=share,
+        nominal_nic_share=of_nics,
     )
 
 
@@ -173,6 +183,7 @@ def groups_of_nodes(
 #: Keys of a mapping that describes a cluster.
 _KEYS = (
     "machine", "n_gpus", "gpu", "network", "memory", "usable_memory", "network_efficiency",
+    "nic_efficiency",
 )  # fmt: skip
 #: The network between groups of GPUs; all costs share its prepared links.
 _grouped = lru_cache(maxsize=64)(Network.grouped)
@@ -210,6 +221,9 @@ class Cluster:
         `Network.preset`, or what the file of ``gpu`` says. A ``network`` has its own by default;
         another share changes its bandwidths by the ratio of both, or to this share of them if its
         own is unknown.
+    nic_efficiency
+        The same of the bandwidth of NICs alone; by default ``network_efficiency``, or what the file
+        of ``gpu`` says.
 
     Examples
     --------
@@ -229,13 +243,19 @@ class Cluster:
         memory: Bytes | None = None,
         usable_memory: float = 1.0,
         network_efficiency: float | None = None,
+        nic_efficiency: float | None = None,
     ) -> None:
         self.groups = groups_of_nodes(machine, n_gpus, gpu, memory)
+        if network_efficiency is not None:
+            network_efficiency = checked_share("network_efficiency", network_efficiency)
+        if nic_efficiency is not None:
+            nic_efficiency = checked_share("nic_efficiency", nic_efficiency)
+        shares = network_efficiency, nic_efficiency
         if network is None:
             rows = _rows(machine, n_gpus, gpu)
-            self._network = _slowest([_machine_network(row, network_efficiency) for row in rows])
+            self._network = _slowest([_machine_network(row, shares) for row in rows])
         else:
-            self._network = checked_network(network, network_efficiency)
+            self._network = _checked_network(network, shares)
         self.usable_memory = checked_share("usable_memory", usable_memory)
         self._check_nodes()
 
@@ -401,8 +421,9 @@ class Cluster:
         if nodes is None:
             return f"{gpus}: {self._network.bandwidth / 1e9:g} GB/s between GPUs"
         size, count = self.gpus_per_node, self.n_gpus // self.gpus_per_node
-        share = self._network.nominal_share
+        share, of_nics = self._network.nominal_share, self._network.nominal_nic_share
         of_nominal = "" if share is None else f", {share:.3g} of nominal"
+        of_nominal += "" if of_nics is None else f", NICs {of_nics:.3g}"
         text = f"{gpus}: {count} node{'s' * (count > 1)} of {size} GPUs"
         return (
             f"{text}, {nodes.port_bandwidth / 1e9:g} GB/s inside a node, "

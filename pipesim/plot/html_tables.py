@@ -342,9 +342,10 @@ def _title(network: Network) -> str:
     parts = [f"{n:,} link{'s' * (n > 1)} of particular pairs"] if n else []
     if nodes is not None:
         parts.append(_nodes_text(nodes))
-    share = network.nominal_share
+    share, of_nics = network.nominal_share, network.nominal_nic_share
     text = f"Network of {', and '.join(parts) or 'one link for each pair of devices'}"
-    return text if share is None else f"{text}, {share:.3g} of nominal bandwidths"
+    text += "" if share is None else f", {share:.3g} of nominal bandwidths"
+    return text if of_nics is None else f"{text}, NICs {of_nics:.3g}"
 
 
 def _nodes_text(nodes: Nodes) -> str:

@@ -30,7 +30,7 @@ from pipesim.models.placed_split import is_word
 from pipesim.models.transformer import Transformer
 from pipesim.network.links import HostLink, Nodes
 from pipesim.network.network import Network
-from pipesim.network.sources import KEYS
+from pipesim.network.sources import KEYS, PRESET_OPTIONS
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
@@ -146,8 +146,8 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     Without ``layers_per_stage``, and with ``"balanced"``, layers are divided such that devices are
     balanced; with ``"even"`` (or ``partition = "even"``) evenly. A network that is a machine has
     devices of `device_size` GPUs, unless it has ``gpus_per_device``. Factors of the network in the
-    file of a fitted GPU apply to a machine; an ``efficiency`` of its own takes the place of
-    the file's.
+    file of a fitted GPU apply to a machine; an ``efficiency`` or ``nic_efficiency`` of its own
+    takes the place of the file's.
     """
     others = dict(costs)
     settings, network = others.pop("transformer"), dict(others.pop("network", {}))
@@ -160,11 +160,10 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
         layers, options = layers or placement.n_stages, {**options, "placement": placement}
     links = Network.from_dict(network)
     if "preset" in network and has_gpu_table(settings.get("gpu")):
-        names = ("efficiency", "gpus_per_device")
-        options_of_preset = {name: network[name] for name in names if name in network}
+        options_of_preset = {name: network[name] for name in PRESET_OPTIONS if name in network}
         fitted = fitted_preset(network["preset"], settings["gpu"], **options_of_preset)
         host = links.host if network.get("host") else fitted.host
-        links = replace(links, nodes=fitted.nodes, host=host, nominal_share=fitted.nominal_share)
+        links = replace(fitted, host=host, links=links.links)
     built = make_model(settings).costs(layers, **rates, **options, network=links)
     return replace(built, **others) if others else built
 

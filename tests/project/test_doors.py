@@ -285,6 +285,61 @@ def test_a_machine_has_one_efficiency(name: str, tmp_path: Path) -> None:
     assert network.nominal_share == EFFICIENCY
 
 
+#: Functions that take another share of the bandwidth of NICs.
+OF_NICS: dict[str, Callable[[], ps.Network]] = {
+    "ps.Network.from_dict": lambda: (
+        ps.Network.from_dict({"preset": MACHINE, "nic_efficiency": 0.5})
+    ),
+    "ps.Network.to_dict": lambda: ps.Network.from_dict(
+        ps.Network.preset(MACHINE, nic_efficiency=0.5).to_dict()
+    ),
+    "ps.Layout.network": lambda: ps.Layout().network(MACHINE, nic_efficiency=0.5),
+    "ps.Cluster": lambda: ps.Cluster(MACHINE, 16, nic_efficiency=0.5).network(),
+    "ps.Cluster of several": lambda: (
+        ps.Cluster([(MACHINE, 8), (MACHINE, 8)], nic_efficiency=0.5).network()
+    ),
+    "ps.Cluster(network=)": lambda: (
+        ps.Cluster(
+            MACHINE, 16, network=ps.Network.preset(MACHINE, nic_efficiency=0.25), nic_efficiency=0.5
+        ).network()
+    ),
+    "ps.Cluster of a fitted GPU": lambda: (
+        ps.Cluster(
+            MACHINE, 16, gpu={"gpu": asdict(ps.GPU.preset("h100_sxm")), "nic_efficiency": 0.5}
+        ).network()
+    ),
+    "ps.Network.scaled": lambda: (
+        ps.Network.preset(MACHINE, nic_efficiency=0.25).scaled(nic_bandwidth=2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_NICS)
+def test_nics_have_an_efficiency_of_their_own(name: str) -> None:
+    network = OF_NICS[name]()
+    assert network == ps.Network.preset(MACHINE, nic_efficiency=0.5)
+    assert network.nodes is not None
+    assert (network.nodes.port_bandwidth, network.nodes.nic_bandwidth) == (EFFICIENCY * 450e9, 25e9)
+    assert (network.nominal_share, network.nominal_nic_share) == (EFFICIENCY, 0.5)
+    assert network.scaled(bandwidth=0.5).nominal_nic_share == 0.25
+    assert "0.7 of nominal bandwidths, NICs 0.5" in network._repr_html_()
+    cluster = ps.Cluster(MACHINE, 16, network=network)
+    assert repr(cluster).endswith("25 GB/s a NIC, 0.7 of nominal, NICs 0.5>")
+    # Another share of all bandwidths is one of NICs, too.
+    assert ps.Cluster(MACHINE, 16, network=network, network_efficiency=0.35).network() == (
+        ps.Network.preset(MACHINE, 0.35)
+    )
+
+
+def test_nics_need_nodes() -> None:
+    with pytest.raises(PipeError, match="nic_bandwidth: the network has no nodes"):
+        ps.Network().scaled(nic_bandwidth=2)
+    with pytest.raises(PipeError, match="nic_efficiency is given, but network has no nodes"):
+        ps.Cluster(None, 8, gpu="h100_sxm", network=ps.Network(), nic_efficiency=0.5)
+    with pytest.raises(PipeError, match="nic_efficiency must be above 0 and at most 1, got 2"):
+        ps.Network.preset(MACHINE, nic_efficiency=2)
+
+
 def test_each_function_with_an_efficiency_is_known() -> None:
     fitted = {"ps.calibration.Calibration"}
     names = functions_with("efficiency", "network_efficiency") - fitted

@@ -18,7 +18,7 @@ from measured_rows import MACHINE, SIZES, TRUE_EFFICIENCY, TRUTH, measured_rows,
 
 import pipesim as ps
 from pipesim.calibration import Calibration
-from pipesim.calibration.fit_gpu import CONSTANTS, EFFICIENCY, Constants, _note
+from pipesim.calibration.fit_gpu import CONSTANTS, EFFICIENCY, NICS, Constants, _note
 from pipesim.calibration.measured_steps import (
     StepPrediction,
     measured_steps,
@@ -283,6 +283,30 @@ def test_factors_of_a_file_are_the_start() -> None:
     assert fitted.network_latency == 2
     of_own = ps.GPU.fit(rows, gpu=saved, network=network, constants=["flops"])
     assert (of_own.network_efficiency, of_own.network_latency) == (1, 1)
+
+
+@pytest.mark.slow
+def test_nics_alone_are_fitted() -> None:
+    """Rates inside nodes keep theirs; a file has the share of NICs, and later fits keep it."""
+    row = {**FEW[0], "n_devices": 2, "tensor_parallel": 8, "n_replicas": 2, "n_layers": 4}
+    rows = [{**row, "microbatch_size": b, "seconds": 1} for b in (1, 2, 4)]
+    network = ps.Network.preset(MACHINE, nic_efficiency=0.3)
+    for own, step in zip(rows, step_predictions(measured_steps(rows)), strict=True):
+        own["seconds"] = step.seconds(TRUTH, network.grouped(8))
+    fitted = ps.GPU.fit(rows, gpu=TRUTH, network=MACHINE, constants=[NICS])
+    assert fitted.nic_efficiency == pytest.approx(0.3, rel=0.01)
+    assert fitted.network_efficiency == fitted.constants.loc[NICS, "start"] == 0.7
+    saved = json.loads(json.dumps(fitted.to_dict()))
+    expected = ps.Network.preset(MACHINE, nic_efficiency=fitted.nic_efficiency)
+    assert ps.Cluster(MACHINE, 16, gpu=saved).network() == expected == fitted.network()
+    again = ps.GPU.fit(rows, gpu=saved, network=MACHINE, constants=[EFFICIENCY])
+    assert again.nic_efficiency == fitted.nic_efficiency
+    single = ps.Network.preset(MACHINE)
+    of_own = ps.GPU.fit(rows, gpu=TRUTH, network=single, constants=[NICS])
+    assert of_own.nic_efficiency == pytest.approx(0.3 / 0.7, rel=0.01)
+    assert of_own.network() == single.scaled(nic_bandwidth=of_own.nic_efficiency)
+    with pytest.raises(ArgumentError, match="constants has nic_efficiency, but the network has no"):
+        ps.GPU.fit(rows, gpu=TRUTH, network=ps.Network(), constants=[NICS])
 
 
 def test_milliseconds_are_warned_of() -> None:
