@@ -425,9 +425,9 @@ def test_seconds_that_messages_of_several_sizes_hold_besides_bytes(
     network = ps.Network(latency=3e-3, bandwidth=1e9)
     costs = ps.Costs(5e-3, 5e-3, output_bytes=nbytes, output_seconds=held, network=network)
     timeline = ps.simulate(lowered(4), costs)
-    found = message_costs([timeline, timeline])
-    assert found["output_seconds"] == pytest.approx(held)
-    assert (found["network"].latency, found["network"].bandwidth) == pytest.approx((3e-3, 1e9))
+    priced = message_costs([timeline, timeline])
+    assert priced["output_seconds"] == pytest.approx(held)
+    assert (priced["network"].latency, priced["network"].bandwidth) == pytest.approx((3e-3, 1e9))
     assert message_costs([ps.simulate(lowered(1), ps.Costs(1, 1))]) == {"network": ps.Network()}
 
 
