@@ -39,6 +39,7 @@ from pipesim.graph.verify import verify
 from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
 from pipesim.models.data_sheets import gpus
+from pipesim.models.framework import Framework, frameworks
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import Parallel
@@ -76,6 +77,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Costs",
+    "Framework",
     "HostLink",
     "Keys",
     "Layers",
@@ -96,6 +98,7 @@ __all__ = [
     "autograd_orders",
     "balanced_split",
     "compare",
+    "frameworks",
     "gpus",
     "lower",
     "lower_bound",

@@ -230,6 +230,7 @@ _PLAN_TEXTS = {
     "percentile": "percentile of noisy steps by which the best are ranked (default: 90)",
     "n_jobs": "processes; -1: one a core (default: 1)",
     "flash_attention": "the attention core is one fused kernel (default: true)",
+    "framework": "what the training framework does, by name (default: the best case)",
 }
 
 
@@ -256,7 +257,8 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     add_parameters(group, plan, others, prefix="plan.", metavars=units, helps=_PLAN_TEXTS)
     group.set_defaults(**{"plan.n_jobs": 1})
     group = command.add_argument_group("model", "how each GPU computes its part")
-    add_parameters(group, Parallel, fixed, prefix="plan.", helps=_PLAN_TEXTS)
+    units = {"framework": "NAME"}
+    add_parameters(group, Parallel, fixed, prefix="plan.", metavars=units, helps=_PLAN_TEXTS)
     group = command.add_argument_group("output")
     text = "configurations to find for certain, and to print (default: 10)"
     group.add_argument("--best", type=parse_value, metavar="N", default=10, help=text)

@@ -137,6 +137,12 @@ class Costs(CostFields):
         Share of the other gradients that a GPU reduces over the replicas, and of the parameters
         that it gathers: 1 (the default), or less if GPUs of a device have copies of them, of which
         each then reduces a part (context parallelism).
+    gradient_exchange
+        How replicas that share an optimizer sum gradients: ``"reduce_scatter"`` (the default), or
+        ``"all_reduce"``, which moves twice as many bytes.
+    exchanged_gradients
+        Bytes of gradients while replicas exchange them, over ``gradient_bytes``: 1 (the default),
+        or 2 for sums in 16 bits that are exchanged in 32.
     reduce_copies
         Seconds of STEP that replicas do not share, in addition to ``optimizer_step``: those in
         which the GPUs of a device sum the gradients of such copies, and passes over all gradients.

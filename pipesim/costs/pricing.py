@@ -239,10 +239,11 @@ class _Prices:
         Experts that no other replica has stay.
         """
         name = ROWS[MEASURED[op, ""]].sizes[0]
-        whole, g = self._values(name), self.costs.expert_replicas
+        ratio = self.costs.exchanged_gradients if op == Op.REDUCE_GRAD else 1.0
+        whole, g = self._values(name) * ratio, self.costs.expert_replicas
         if g == 1 and self.costs.reduced_share == 1:
             return np.zeros_like(whole), whole
-        experts = self._values(f"expert_{name}")
+        experts = self._values(f"expert_{name}") * ratio
         has_copies = self.graph.n_replicas * self.graph.options.n_equal >= 2 * g
         return experts * has_copies, (whole - experts) * self._values("reduced_share")
 
@@ -259,7 +260,8 @@ class _Prices:
         """Return seconds and bytes of reductions of whole stages, or of gathers.
 
         If parameters are gathered after the step, the two halves of an all-reduce are separate
-        collectives: a reduce-scatter (REDUCE_GRAD) and an all-gather (UNSHARD).
+        collectives: a reduce-scatter (REDUCE_GRAD) and an all-gather (UNSHARD). Gradients may have
+        an all-reduce all the same.
         """
         routed, dense = (part[reductions.stages] for part in self._moved(op))
         measured = self._measured(op)
@@ -270,7 +272,13 @@ class _Prices:
         if routed.any():
             pairs_of_experts = zip(reductions.routes, routed.tolist(), strict=True)
             seconds += [self._expert_seconds(route, size) for route, size in pairs_of_experts]
-        return seconds / reductions.parts, dense + routed
+        parts = 1 if op == Op.REDUCE_GRAD and self._sums_whole else reductions.parts
+        return seconds / parts, dense + routed
+
+    @property
+    def _sums_whole(self) -> bool:
+        """Whether each replica has all sums of gradients, also where it needs a share alone."""
+        return self.costs.gradient_exchange == "all_reduce"
 
     def bucket(self, route: CollectiveRoute, members: StageMembers) -> tuple[float, float, float]:
         """Return seconds and bytes of a bucket, and the share of the backward that it needs."""
@@ -284,7 +292,7 @@ class _Prices:
             least = route.seconds(0.0) if share < 1 else 0.0
             whole = float(measured[stage])
             seconds = min(whole, least) + share * max(0.0, whole - least)
-        elif self.graph.optimizer_shares[stage] > 1:
+        elif self.graph.optimizer_shares[stage] > 1 and not self._sums_whole:
             seconds /= 2
         total = sum(of_bytes for of_bytes, _ in buckets)  # those of measured seconds may exceed 1
         return seconds, (dense + routed) / total, backward_share

@@ -149,6 +149,16 @@ def _checked_reserve(value: object) -> float:
     return result
 
 
+def _checked_ratio(value: object) -> float:
+    result = number(value)
+    if result is None or not 0 < result < math.inf:
+        raise CostsError(
+            "exchanged_gradients must be finite and above 0: bytes of gradients while replicas "
+            f"exchange them over gradient_bytes; got {value!r:.60}"
+        )
+    return result
+
+
 def _checked_network(_: str, value: object) -> Network:
     if not isinstance(value, Network):
         raise CostsError(f"network must be a pipesim.Network, got {value!r}")
@@ -184,6 +194,8 @@ def _form(check: Callable[[Any], Any], **kind: Any) -> Any:
 
 
 _GRADIENTS = ("gradient_bytes", "parameter_bytes")
+#: How replicas that share an optimizer sum gradients.
+GRADIENT_EXCHANGES = ("reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -257,6 +269,11 @@ class CostFields:
     reduced_share: PerStage = _numbers("shares", 1.0, whole=True, is_rare=True)
     reduce_copies: PerStage = _work(None, default=0.0, varies=False, is_rare=True, added_to=Op.STEP)
     expert_replicas: int = _form(lambda n: check_count("expert_replicas", n), default=1)
+    gradient_exchange: str = _form(
+        lambda name: check_name("gradient exchange", name, GRADIENT_EXCHANGES),
+        default="reduce_scatter",
+    )
+    exchanged_gradients: float = _form(_checked_ratio, default=1.0, unit="shares")
     segments: Segments | Sequence[Sequence[Sequence[float]]] | None = _form(checked_segments)
     offload: PerStage | None = _measured(Op.OFFLOAD)
     reload: PerStage | None = _measured(Op.RELOAD)

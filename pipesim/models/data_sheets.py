@@ -60,6 +60,7 @@ class DataSheet:
     source: int  # number in `SOURCES`
     bandwidth_efficiency: float = 0.85
     attention_efficiency: float | None = None  # None for flops_efficiency
+    architecture: str = ""  # of measured attention kernels (`pipesim.models.attention_rates`)
 
     @property
     def attention_ratio(self) -> float:
@@ -105,11 +106,14 @@ DATA_SHEETS = {
                            attention_efficiency=_ON_A100),
     "a800_80gb": DataSheet("NVIDIA A800 SXM 80 GB", 312e12, 2039e9, 80e9, 108, *_LIKE_A100, 2,
                            attention_efficiency=_ON_A100),
-    "h100_sxm": DataSheet("NVIDIA H100 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_H100, 3),
+    "h100_sxm": DataSheet("NVIDIA H100 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_H100, 3,
+                          architecture="h100"),
     "h100_pcie": DataSheet("NVIDIA H100 PCIe 80 GB", 756e12, 2000e9, 80e9, 114, *_LIKE_H100, 3),
     "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, 132, *_LIKE_H100, 3),
-    "h200": DataSheet("NVIDIA H200 SXM 141 GB", 989.4e12, 4800e9, 141e9, 132, *_LIKE_H100, 4),
-    "h800": DataSheet("NVIDIA H800 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_LIKE_H100, 13),
+    "h200": DataSheet("NVIDIA H200 SXM 141 GB", 989.4e12, 4800e9, 141e9, 132, *_LIKE_H100, 4,
+                      architecture="h100"),
+    "h800": DataSheet("NVIDIA H800 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_LIKE_H100, 13,
+                      architecture="h100"),
     "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, 78, *_H20, 13),
     "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, 148, *_B200, 5,
                       attention_efficiency=_ON_B200),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type, number
+from pipesim.models.attention_rates import AttentionKernel, attention_flops, slower
 from pipesim.models.data_sheets import DATA_SHEETS
 from pipesim.models.model_sizes import check_size, checked_value
 from pipesim.network.network import Network
@@ -46,6 +47,12 @@ class Kernel(NamedTuple):
         Number of tiles of queries of a causal attention core; 0 for many, or for other kernels.
     is_grouped
         Whether it is a group of small products, such as one for each expert of a GPU.
+    attention_kernel, sequence, is_backward
+        Of a fused attention core: its version, such as ``"fa2"``, tokens of a sequence, and whether
+        it is a backward. A version without measured speeds has ``attention_ratio`` of the GPU.
+    is_misaligned
+        Whether it is a product whose rows do not begin at multiples of 16 bytes, which tensor cores
+        need. It takes 16 times as long, as on A100 without them (19.5 of 312 TFLOP/s).
     """
 
     name: str
@@ -57,6 +64,15 @@ class Kernel(NamedTuple):
     share: float = 1.0
     tiles: float = 0.0
     is_grouped: bool = False
+    attention_kernel: AttentionKernel = ""
+    sequence: float = 0.0
+    is_backward: bool = False
+    is_misaligned: bool = False
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it has matrix products and is no fused attention core."""
+        return self.flops > 0 and not self.is_attention
 
 
 #: Units of the fields that must be above 0, and of those that may be 0.
@@ -80,6 +96,10 @@ _LAUNCH, _OVERHEAD, _HALF_DEPTH = 10e-6, 2e-6, 64.0
 #: Elements of the tiles of a matrix product's result, and the share of ``flops`` that they reach:
 #: tiles of 128 by 256, and of 128 by 128 with an assumed loss.
 _TILES = ((128 * 256, 1.0), (128 * 128, 0.93))
+#: How many times as long a product takes without tensor cores: FLOP/s in 16 bits over those of
+#: 32-bit cores on A100 (data sheet). Steps of BLOOM's models with heads of 108 elements are 33 %
+#: too short without it, and 8 to 12 % with it.
+_MISALIGNED = 16.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,15 +295,33 @@ class GPU:
         check_type("kernel", kernel, Kernel)
         half_depth, flops = self.half_depth, self.flops * kernel.share
         if kernel.is_attention:
-            flops *= self.attention_ratio
+            flops *= self.attention_ratio / slower(kernel.attention_kernel)
             if self.attention_half_depth is not None:
                 half_depth = self.attention_half_depth
         shallow = 1 + half_depth / kernel.depth if kernel.depth else 1.0
+        compute = kernel.flops * shallow * self._waves(kernel) / flops
+        if kernel.is_misaligned:
+            compute *= _MISALIGNED
+        if (measured := self._measured_attention(kernel)) is not None:
+            compute = kernel.flops / (measured * kernel.share)
         return {
-            "compute": kernel.flops * shallow * self._waves(kernel) / flops,
+            "compute": compute,
             "memory": kernel.nbytes / (self.bandwidth * kernel.share),
             "overhead": kernel.n_kernels * self.overhead,
         }
+
+    def _measured_attention(self, kernel: Kernel) -> float | None:
+        """Return the measured FLOP/s of a fused core, in proportion to ``flops``; None without."""
+        sheet = DATA_SHEETS.get(self.name)
+        if not kernel.attention_kernel or sheet is None:
+            return None
+        speed = attention_flops(
+            kernel.attention_kernel, sheet.architecture, kernel.depth, kernel.sequence,
+            is_backward=kernel.is_backward,
+        )  # fmt: skip
+        return (
+            None if speed is None else speed * self.flops / (sheet.flops * sheet.flops_efficiency)
+        )
 
     def _waves(self, kernel: Kernel) -> float:
         """Return how much longer a kernel takes since its tiles run in whole waves."""

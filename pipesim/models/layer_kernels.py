@@ -19,8 +19,22 @@ logits      T, v/t, h
 ==========  ================  ==========================================
 
 Gradients of weights are summed over micro-batches. Where gradients have more bytes than parameters,
-the product adds to them (``gradient_accumulation_fusion`` of Megatron-LM); otherwise autograd has a
-kernel for each parameter that adds. Parameters of norms and biases always have such a kernel.
+the product adds to them (``gradient_accumulation_fusion`` of Megatron-LM), unless the framework has
+no such product; otherwise autograd has a kernel for each parameter that adds. Parameters of norms
+and biases always have such a kernel.
+
+Operations that a framework does not fuse are kernels of torch, each of which reads and writes whole
+tensors. Counted in Aleph-Alpha/scaling (``core/nn/rotary.py``, ``mlp.py``, ``norm/rms_norm.py``),
+in reads and writes of a tensor of activations:
+
+==============  ===============  ================  ===========================================
+operation       fused            unfused           of
+==============  ===============  ================  ===========================================
+rotation        2; backward 2    10; backward 15   queries, and keys
+gated product   3; backward 5    5; backward 9     one half of its input
+norm            2; backward 5    8 + 5r; 12 + 17r  its input, where r is the size of an element
+                                                   inside of the norm over that of activations
+==============  ===============  ================  ===========================================
 """
 
 from __future__ import annotations
@@ -31,6 +45,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesim.models.gpu import GPU, Kernel, as_gpu
 from pipesim.models.shard_sizes import (
+    ALIGNED,
     FP32_BYTES,
     MASK_BYTES,
     Matrix,
@@ -130,7 +145,7 @@ class KernelSizes:
         model = self.shard.model
         inputs, outputs = matrix
         e, g, size = model.bytes_per_activation, model.bytes_per_gradient, inputs * outputs
-        fused = fuses_weight_grads(model)
+        fused = fuses_weight_grads(self.shard)
         written = 2 * g if fused else model.bytes_per_parameter
         nbytes = e * tokens * (inputs + outputs) + written * size * n
         product = Kernel(f"{name} weight", 2 * tokens * size, nbytes, tokens / n, n)
@@ -221,9 +236,15 @@ def _norm_and_residual(sizes: KernelSizes) -> tuple[OperationKernels, OperationK
     h, e, share = model.hidden_size, model.bytes_per_activation, sizes.share
     # Gradients of a norm's parameters: sums over tokens, in two kernels.
     nbytes = 2 * e * h * share
+    framework = sizes.shard.framework
+    forward_norm, backward_norm = 2.0, 3.0  # besides the gradients of parameters
+    kernels = (1, 1)
+    if not framework.fused_norm:
+        ratio = framework.norm_bytes / e
+        forward_norm, backward_norm, kernels = 8 + 5 * ratio, 10 + 17 * ratio, (6, 13)
     norm = OperationKernels(
-        (Kernel("norm", nbytes=2 * e * h * share),),
-        (Kernel("norm", nbytes=3 * e * h * share),),
+        (Kernel("norm", nbytes=forward_norm * e * h * share, n_kernels=kernels[0]),),
+        (Kernel("norm", nbytes=backward_norm * e * h * share, n_kernels=kernels[1]),),
         (
             Kernel("norm weight", nbytes=nbytes, n_kernels=2),
             sizes.accumulation("norm", model.norm_parameters, 1 + model.biases),
@@ -247,29 +268,62 @@ def _attention(sizes: KernelSizes, core: OperationKernels) -> OperationKernels:
     *inputs, projection = [sizes.forward_product(*x) for x in maps]
     *input_grads, last = [sizes.input_grad(*x) for x in maps]
     weights = [sizes.weight_grad(name, matrix, rows=rows) for name, matrix, rows in maps]
-    rotary = rotary_kernels(sizes)
+    copies, copies_back = _attention_copies(sizes)
+    rotary, rotary_back = (rotary_kernels(sizes, is_backward=x) for x in (False, True))
     return OperationKernels(
-        (*inputs, *latent_norms(sizes, 2), *rotary, *core.forward, projection),
-        (last, *core.input_grad, *rotary, *latent_norms(sizes, 3), *reversed(input_grads)),
+        (*inputs, *latent_norms(sizes, 2), *rotary, *copies, *core.forward, projection),
+        (
+            last,
+            *core.input_grad,
+            *copies_back,
+            *rotary_back,
+            *latent_norms(sizes, 3),
+            *reversed(input_grads),
+        ),
         tuple(kernel for own in reversed(weights) for kernel in own),
     )
+
+
+def _attention_copies(sizes: KernelSizes) -> tuple[list[Kernel], list[Kernel]]:
+    """Return the copies around the core, forward and backward; none in most frameworks.
+
+    Several sequences are copied to another order and back. Gradients of queries, keys and values
+    are copied into one tensor.
+    """
+    shard = sizes.shard
+    if not shard.framework.attention_copies:
+        return [], []
+    queries = shard.model.bytes_per_activation * shard.model.query_size * sizes.tokens
+    queries /= shard.tensor_parallel
+    order = [Kernel("copy of order", nbytes=8 * queries, n_kernels=4)]
+    order *= shard.microbatch_size > 1
+    return order, [Kernel("concatenation", nbytes=6 * queries), *order]
 
 
 def _mlp(sizes: KernelSizes, maps: Mapping[str, Matrix], prefix: str = "") -> OperationKernels:
     """Return the kernels of an MLP, of a dense layer or of the shared experts."""
     up_name, down_name, activation = f"{prefix}up", f"{prefix}down", f"{prefix}activation"
     up, down = maps[up_name], maps[down_name]
-    e, width, f = sizes.shard.model.bytes_per_activation, up.outputs, down.inputs
+    model, framework = sizes.shard.model, sizes.shard.framework
+    e, width, f = model.bytes_per_activation, up.outputs, down.inputs
+    accesses, kernels = (width + f, 2 * width + f), (1, 1)
+    is_gated = width != f
+    if is_gated and not framework.fused_activation:
+        accesses, kernels = (5 * f, 9 * f), (2, 4)
+    added: tuple[Kernel, ...] = ()
+    if is_gated and framework.separate_gate:  # gradients of the input of gate and up
+        added = (Kernel(f"{up_name} sum", nbytes=3 * e * model.hidden_size * sizes.tokens),)
     return OperationKernels(
         (
             sizes.forward_product(up_name, up),
-            Kernel(activation, nbytes=e * (width + f) * sizes.tokens),
+            Kernel(activation, nbytes=e * accesses[0] * sizes.tokens, n_kernels=kernels[0]),
             sizes.forward_product(down_name, down),
         ),
         (
             sizes.input_grad(down_name, down),
-            Kernel(activation, nbytes=e * (2 * width + f) * sizes.tokens),
+            Kernel(activation, nbytes=e * accesses[1] * sizes.tokens, n_kernels=kernels[1]),
             sizes.input_grad(up_name, up),
+            *added,
         ),
         (*sizes.weight_grad(down_name, down), *sizes.weight_grad(up_name, up)),
     )
@@ -357,22 +411,24 @@ _TILE = 128
 _LATENT_SHARE = 0.8
 
 
-def rotary_kernels(sizes: KernelSizes) -> list[Kernel]:
+def rotary_kernels(sizes: KernelSizes, *, is_backward: bool) -> list[Kernel]:
     """Return the kernels that rotate queries and keys, or their gradients, if positions do.
 
     With latent attention, a kernel makes keys and values, too.
     """
     model, t = sizes.shard.model, sizes.shard.tensor_parallel
-    e, kernels = model.bytes_per_activation, []
+    e, kernels = model.bytes_per_activation, list[Kernel]()
+    accesses, n = (2, 1) if sizes.shard.framework.fused_rotary else ((10, 5), (15, 7))[is_backward]
     if not model.kv_rank:
         if model.learned_positions:
             return []
         rotated = (model.query_size + model.kv_size) / t
-        nbytes = 2 * e * rotated * sizes.tokens
-        return [Kernel("rotary positions", nbytes=nbytes, n_kernels=2)]
+        nbytes = accesses * e * rotated * sizes.tokens
+        return [Kernel("rotary positions", nbytes=nbytes, n_kernels=2 * n)]
     if model.rope_head_size:
         rotated = model.rope_head_size * model.n_heads / t
-        kernels.append(Kernel("rotary positions", nbytes=2 * e * rotated * sizes.tokens))
+        nbytes = accesses * e * rotated * sizes.tokens
+        kernels.append(Kernel("rotary positions", nbytes=nbytes, n_kernels=n))
     width = (model.n_heads * model.head_size + model.value_size) / t
     moved = width + model.rope_head_size + (model.kv_size + model.value_size) / t
     return [*kernels, Kernel("keys and values", nbytes=e * moved * sizes.tokens)]
@@ -399,15 +455,19 @@ def attention_core(sizes: KernelSizes) -> OperationKernels:
     if shard.flash_attention:
         return _fused_core(sizes)
     out, value_head = model.core_output_size, model.core_output_size / model.n_heads
+    is_misaligned = any(size % ALIGNED for size in (head, value_head))
     scores = model.n_heads / t * s * tokens
     flops, context_flops = 2 * scores * head, 2 * scores * value_head
     # Each of the two products reads or writes the scores, and two tensors of the tokens.
-    query_key = Kernel("scores", flops, e * (scores + (q + k) / t * tokens), head)
+    query_key = Kernel(
+        "scores", flops, e * (scores + (q + k) / t * tokens), head, is_misaligned=is_misaligned
+    )
     values_moved = e * (scores + (out + model.value_size) / t * tokens)
-    context = Kernel("context", context_flops, values_moved, s)
+    context = Kernel("context", context_flops, values_moved, s, is_misaligned=is_misaligned)
     softmax = Kernel("softmax", nbytes=2 * e * scores)
     softmax_back = Kernel("softmax", nbytes=3 * e * scores)
     dropout = [Kernel("dropout of scores", nbytes=(2 * e + MASK_BYTES) * scores)] * model.dropout
+    bias = [Kernel("score bias", nbytes=2 * e * scores, n_kernels=2)] * shard.framework.score_bias
     gradients = query_key._replace(name="scores input", n_kernels=2, flops=2 * flops, depth=s)
     # Gradients of the probabilities sum over a head, those of the values over the tokens.
     probabilities, values = (
@@ -415,7 +475,7 @@ def attention_core(sizes: KernelSizes) -> OperationKernels:
         for name, depth in (("probabilities", value_head), ("values", s))
     )
     return OperationKernels(
-        (query_key, softmax, *dropout, context),
+        (*bias, query_key, softmax, *dropout, context),
         (
             probabilities, values, *dropout, softmax_back,
             gradients._replace(nbytes=2 * gradients.nbytes),
@@ -440,9 +500,12 @@ def _fused_core(sizes: KernelSizes) -> OperationKernels:
     share = 1.0 if q == out else _LATENT_SHARE
     tiles = model.n_heads / t * tokens / _TILE * steps * max(1.0, shard.attended)
     forward = Kernel(
-        "attention", flops, ends, depth, steps, is_attention=True, share=share, tiles=tiles
+        "attention", flops, ends, depth, steps, is_attention=True, share=share, tiles=tiles,
+        attention_kernel=shard.framework.attention_kernel, sequence=model.sequence_length,
+    )  # fmt: skip
+    backward = forward._replace(
+        flops=ratio * flops, nbytes=2 * ends, n_kernels=2 * steps, is_backward=True
     )
-    backward = forward._replace(flops=ratio * flops, nbytes=2 * ends, n_kernels=2 * steps)
     return OperationKernels((forward,), (backward,), ())
 
 

@@ -22,8 +22,8 @@ from pipesim.models.model_sizes import SIZES_OF_SOME, check_divides, check_size
 from pipesim.models.parallel import PARALLEL, Parallel
 from pipesim.models.placed_split import LayerModel, Placed, is_word, placed_sizes, stage_sizes
 from pipesim.models.shard import Shard
-from pipesim.models.shard_sizes import StageKey, stage_keys
-from pipesim.models.stage_seconds import GpuSeconds, stage_seconds
+from pipesim.models.shard_sizes import StageKey, exchanged_gradients, stage_keys
+from pipesim.models.stage_seconds import GpuSeconds, stage_seconds, warn_of_misaligned_heads
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
 from pipesim.utils.texts import Bytes
@@ -97,6 +97,8 @@ def model_costs(
 ) -> Costs:
     """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings."""
     rates = None if gpu is None else as_gpu(gpu)
+    if rates is not None:
+        warn_of_misaligned_heads(shard, rates)
     shards = microbatch_shards(shard, lengths, slices)
 
     def costs_of(own: Shard) -> ShardCosts:
@@ -151,6 +153,8 @@ def _run_settings(shard: Shard, gpu: GPU | None, flops_per_second: float | None)
     own = {k: v for k, v in shard.settings.items() if k in _ALWAYS or v != getattr(Parallel, k)}
     if "routing" in own:
         own["routing"] = shard.routing.to_dict()
+    if "framework" in own:
+        own["framework"] = shard.framework.to_dict()
     settings = {**model, **own}
     if gpu is None:
         return {**settings, "flops_per_second": flops_per_second}
@@ -275,6 +279,7 @@ class ShardCosts:
             "network": Network() if network is None else network,
             "memory_reserve": memory_reserve,
             "expert_replicas": shard.expert_replicas,
+            **exchanged_gradients(shard),
         }
         self._tied_bytes = 0.0
         if optimizer_step is not None:

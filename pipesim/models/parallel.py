@@ -12,6 +12,7 @@ from inspect import Parameter, signature
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from pipesim.errors import ArgumentError, check_name
+from pipesim.models.framework import BEST_CASE, Framework, as_framework
 from pipesim.models.model_sizes import Amount, OptionalSize, Size
 from pipesim.models.routing import UNIFORM, Routing, as_routing
 from pipesim.utils.checks import checked
@@ -107,6 +108,9 @@ class Parallel:
 
         Megatron-LM does so (``param_and_grad_buffer.py``, ``clip_grads.py``), while norms are above
         the limit. False (the default): STEP reads and writes gradients three times in all.
+    framework
+        What the training framework does, as a `pipesim.Framework`, the name of a preset, or a
+        mapping of its attributes; None (the default) for the best case.
 
     Examples
     --------
@@ -137,6 +141,7 @@ class Parallel:
     expert_exchange: ExpertExchange = "direct"
     dispatch_element_bytes: Amount = 0.0
     gradient_passes: bool = False
+    framework: Framework = BEST_CASE
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -204,6 +209,7 @@ class FixedSettings(TypedDict, total=False):
     expert_exchange: ExpertExchange
     dispatch_element_bytes: float
     gradient_passes: bool
+    framework: Framework | Mapping[str, Any] | str | None
 
 
 class ParallelSettings(FixedSettings, total=False):
@@ -271,4 +277,6 @@ def as_parallel(
             raise ArgumentError(f"{name} is missing; give it, or parallel=pipesim.Parallel(...)")
     if "routing" in values:
         values["routing"] = as_routing(values["routing"])
+    if "framework" in values:
+        values["framework"] = as_framework(values["framework"])
     return Parallel(**values)

@@ -17,6 +17,11 @@ FP32_BYTES = 4
 MASK_BYTES = 1
 
 
+#: Elements of 16 bytes in 16 bits, of which sizes of products must be multiples for tensor cores
+#: (NVIDIA, "Matrix Multiplication Background User's Guide").
+ALIGNED = 8
+
+
 class Matrix(NamedTuple):
     """Elements a token that a linear map takes and gives, on one GPU."""
 
@@ -77,13 +82,14 @@ def shared_matrices(shard: Shard) -> dict[str, Matrix]:
     return {"shared up": Matrix(h, model.mlp_inputs * u), "shared down": Matrix(u, h)}
 
 
-def fuses_weight_grads(model: Transformer) -> bool:
+def fuses_weight_grads(shard: Shard) -> bool:
     """Return whether products of weight gradients add to main gradients of more bytes.
 
     That is ``gradient_accumulation_fusion`` of Megatron-LM. Otherwise a product writes a gradient
     of its own, and another kernel adds it to the sum.
     """
-    return model.bytes_per_gradient > model.bytes_per_parameter
+    model = shard.model
+    return shard.framework.fused_sums and model.bytes_per_gradient > model.bytes_per_parameter
 
 
 class StageKey(NamedTuple):
@@ -184,6 +190,17 @@ def optimizer_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...
     dense, routed = dense_parameters(shard, sizes), routed_parameters(shard, sizes)
     c, copies = shard.context_parallel, max(1.0, shard.expert_copies)
     return tuple(a / c + b / copies for a, b in zip(dense, routed, strict=True))
+
+
+def exchanged_gradients(shard: Shard) -> dict[str, Any]:
+    """Return the fields of `pipesim.Costs` about the exchange of gradients; none by default."""
+    framework, fields = shard.framework, dict[str, Any]()
+    if framework.exchange_element_bytes:
+        ratio = framework.exchange_element_bytes / shard.model.bytes_per_gradient
+        fields["exchanged_gradients"] = ratio
+    if framework.gradient_exchange != "reduce_scatter":
+        fields["gradient_exchange"] = framework.gradient_exchange
+    return fields
 
 
 def copied_bytes(shard: Shard, sizes: Sequence[int]) -> dict[str, Any]:

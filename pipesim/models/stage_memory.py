@@ -110,7 +110,7 @@ def shard_tensors(shard: Shard) -> Tensors:
 
 def weight_grad_bytes(shard: Shard, matrices: Mapping[str, Matrix]) -> dict[str, float]:
     """Return the bytes of each weight's gradient until it was added to the sum; 0 if fused."""
-    size = 0 if fuses_weight_grads(shard.model) else shard.model.bytes_per_gradient
+    size = 0 if fuses_weight_grads(shard) else shard.model.bytes_per_gradient
     return {name: size * elements(matrix) for name, matrix in matrices.items()}
 
 
@@ -317,7 +317,7 @@ def _most(operations: Sequence[Operation], direction: str) -> float:
 
 def _weight_grad_buffers(shard: Shard, key: StageKey) -> float:
     """Return the bytes of the unused gradients, one for each shape of a stage's matrices."""
-    if not fuses_weight_grads(shard.model):
+    if not fuses_weight_grads(shard):
         return 0.0
     maps: dict[str, Matrix] = layer_matrices(shard) if key.n_dense else {}
     if key.n_experts:

@@ -31,10 +31,12 @@ from pipesim.models.shard_collectives import (
     copy_seconds,
     exchange_seconds,
     expert_fields,
+    exposed_seconds,
     group_collectives,
     segment_shares,
 )
 from pipesim.models.shard_sizes import (
+    ALIGNED,
     FP32_BYTES,
     StageKey,
     each_layer,
@@ -160,10 +162,29 @@ def stage_seconds(
     return _gpu_seconds(shard, gpu, network)
 
 
+def warn_of_misaligned_heads(shard: Shard, gpu: GPU) -> None:
+    """Warn if products of an attention core do not run on tensor cores."""
+    core = attention_core(KernelSizes(shard))
+    slow = [k for kernels in (core.forward, core.input_grad) for k in kernels if k.is_misaligned]
+    if not slow:
+        return
+    lost = sum(
+        gpu.kernel_seconds(k) - gpu.kernel_seconds(k._replace(is_misaligned=False)) for k in slow
+    )
+    head = shard.model.query_size / shard.model.n_heads
+    warn_caller(
+        f"heads of {head:g} elements are no multiple of {ALIGNED}: the products of scores miss the "
+        f"tensor cores, which takes {lost:.2g} s more of each layer and micro-batch; take another "
+        "number of heads, or flash_attention=True, whose kernel fills them up",
+        CostsWarning,
+    )
+
+
 @lru_cache(maxsize=256)
 def _gpu_seconds(shard: Shard, gpu: GPU, network: Network) -> GpuSeconds:
     """Return `GpuSeconds`, which all splits of a model share."""
-    return GpuSeconds(shard, gpu, network)
+    launch = shard.framework.launch
+    return GpuSeconds(shard, gpu if launch is None else replace(gpu, launch=launch), network)
 
 
 def _sizes_text(shard: Shard) -> str:
@@ -226,7 +247,8 @@ class GpuSeconds:
     """Seconds of kernels on a GPU, and of collectives between the GPUs that share a layer.
 
     An operation of a stage takes the sum of its kernels and collectives, or the time of the host to
-    launch them, if that is longer. Collectives do not overlap with kernels.
+    launch them, if that is longer. Collectives overlap with kernels only in layers, as the
+    framework's ``tensor_overlap`` says.
     """
 
     shard: Shard
@@ -296,7 +318,10 @@ class GpuSeconds:
         """Seconds of attention, experts and rest of a layer with experts, by field."""
         collectives = group_collectives(self.shard)
         exchanged = (collectives.attention, collectives.experts, collectives.rest)
-        works = list(map(self._works, layer_segments(self.shard), exchanged))
+        works = [
+            self._works(kernels, own, is_layer=True)
+            for kernels, own in zip(layer_segments(self.shard), exchanged, strict=True)
+        ]
         return {
             name: (works[0][name].busy, works[1][name].busy, works[2][name].busy)
             for name in _FIELDS
@@ -330,11 +355,14 @@ class GpuSeconds:
 
         With ``gradient_passes`` all gradients of a GPU are read for the check for NaN, read and
         written by a division, and set to zero: 16 bytes a parameter with gradients in 32 bits.
+        Casts and copies of the framework's exchange are added.
         """
         sums: dict[str, tuple[float, ...]] = copy_seconds(self.shard, sizes, self.network)
-        if not self.shard.gradient_passes:
+        nbytes = self.shard.framework.exchange_copies
+        if self.shard.gradient_passes:
+            nbytes += 4 * self.shard.model.bytes_per_gradient
+        if not nbytes:
             return sums
-        nbytes = 4 * self.shard.model.bytes_per_gradient
         own = sums.get("reduce_copies", (0.0,) * len(sizes))
         return {
             "reduce_copies": tuple(
@@ -366,13 +394,14 @@ class GpuSeconds:
 
     @cached_property
     def _layer(self) -> dict[str, _Work]:
-        return self._works(layer_kernels(self.shard), group_collectives(self.shard).layer)
+        groups = group_collectives(self.shard)
+        return self._works(layer_kernels(self.shard), groups.layer, is_layer=True)
 
     @cached_property
     def _experts(self) -> dict[str, _Work]:
         """Work of a layer with experts, without its exchanges of tokens."""
         layer = layer_kernels(self.shard, experts=True)
-        return self._works(layer, group_collectives(self.shard).expert_layer)
+        return self._works(layer, group_collectives(self.shard).expert_layer, is_layer=True)
 
     @cached_property
     def _embedding(self) -> dict[str, _Work]:
@@ -382,17 +411,29 @@ class GpuSeconds:
     def _head(self) -> dict[str, _Work]:
         return self._works(head_kernels(self.shard), group_collectives(self.shard).head)
 
-    def _works(self, kernels: OperationKernels, collectives: PartCollectives) -> dict[str, _Work]:
+    def _works(
+        self, kernels: OperationKernels, collectives: PartCollectives, *, is_layer: bool = False
+    ) -> dict[str, _Work]:
+        exposed = exposed_seconds(self.shard) if is_layer else None
         works = {}
         for name, parts in _FIELDS.items():
             busy = launches = 0.0
             for part in parts:
+                products = hidden = 0.0
                 for kernel in getattr(kernels, part):
-                    busy += self.gpu.kernel_seconds(kernel)
+                    seconds = self.gpu.kernel_seconds(kernel)
+                    busy += seconds
+                    products += seconds * kernel.is_product
                     launches += kernel.n_kernels
                 for collective in getattr(collectives, part):
-                    busy += self._collective_seconds(collective)
+                    seconds = self._collective_seconds(collective)
                     launches += collective.n_collectives
+                    if exposed is not None and isinstance(collective, Collective):
+                        hidden += seconds
+                    else:
+                        busy += seconds
+                if exposed is not None:
+                    busy += exposed(part, hidden, products)
             works[name] = _Work(busy, launches)
         return works
 

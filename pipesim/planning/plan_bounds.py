@@ -212,11 +212,13 @@ def _moved_bytes(costs: Costs, n_stages: int, sharing: Sharing, prefix: str = ""
     If replicas share the optimizer, these are a reduce-scatter of gradients and an all-gather of
     parameters, unless parameters are gathered in the next step.
     """
-    gradients = costs.per_stage(f"{prefix}gradient_bytes", n_stages)
-    if sharing.parameters:
-        return gradients / 2
+    gradients = costs.per_stage(f"{prefix}gradient_bytes", n_stages) * costs.exchanged_gradients
     if sharing.optimizer == 1:
         return gradients
+    if costs.gradient_exchange == "all_reduce":
+        gradients *= 2
+    if sharing.parameters:
+        return gradients / 2
     return (gradients + costs.per_stage(f"{prefix}parameter_bytes", n_stages)) / 2
 
 

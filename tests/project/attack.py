@@ -43,6 +43,7 @@ SYNONYMS = {
         "unknown cost",
         "unknown machine",
         "unknown GPU",
+        "unknown framework",
         "unknown transformer",
     ),
     "nbytes": ("bytes",),

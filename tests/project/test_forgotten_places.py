@@ -84,6 +84,8 @@ CHANGES: dict[str, Any] = {
     "expert_replicas": 1,
     "segments": [[(0.5, 0.25, 0.25)] * 3] * 4,
     "launch_by_op": {"messages": 0.0, "STEP": 0.25},
+    "gradient_exchange": "all_reduce",
+    "exchanged_gradients": 2.0,
 }
 
 
@@ -236,6 +238,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "expert_exchange": {"expert_exchange": "hierarchical", "expert_parallel": 8},
     "dispatch_element_bytes": {"dispatch_element_bytes": 1, "expert_parallel": 2},
     "gradient_passes": {"gradient_passes": True},
+    "framework": {"framework": ps.Framework(fused_norm=False)},
 }  # fmt: skip
 EXPERTS = ps.Transformer(
     hidden_size=256, n_layers=4, n_heads=8, sequence_length=16384, vocabulary_size=64, n_experts=16,
@@ -265,7 +268,7 @@ def test_all_settings_of_parallel_have_an_example() -> None:
     assert tuple(SPREAD) == PARALLEL
     hints, types = get_type_hints(ps.Parallel), get_type_hints(ParallelSettings)
     assert types.keys() == set(PARALLEL)
-    assert {name for name in PARALLEL if hints[name] != types[name]} == {"routing"}
+    assert {name for name in PARALLEL if hints[name] != types[name]} == {"routing", "framework"}
 
 
 @pytest.mark.parametrize("name", PARALLEL)

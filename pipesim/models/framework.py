@@ -1,0 +1,229 @@
+"""`Framework`: what a training framework does between a model and a machine, with sources.
+
+Two frameworks that train one model on one machine differ in the kernels that they run, in what they
+hide behind other work, and in what they send. Each field of `Framework` is one such difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipesim.errors import check_name, check_type
+from pipesim.models.attention_rates import AttentionKernel
+from pipesim.models.model_sizes import Amount
+from pipesim.utils.checks import checked
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+TensorOverlap = Literal["none", "userbuffers", "async"]
+GradientExchange = Literal["reduce_scatter", "all_reduce"]
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What a training framework does; the defaults are the best case.
+
+    In the best case kernels are fused and attention is as fast as on the GPU's data sheet. Only
+    collectives of tensor parallelism are then exposed, as `TensorOverlap` ``"none"`` says.
+
+    Attributes
+    ----------
+    name
+        Name for tables; empty for the best case.
+    attention_kernel
+        Fused attention kernel: ``"fa1"``, ``"fa2"``, ``"fa3"``, ``"triton"`` or ``"cudnn"``; empty
+        (the default) for ``attention_ratio`` of the GPU. It has speeds of its own on A100 and H100,
+        by size of a head, sequence and direction (`pipesim.models.attention_rates`).
+    score_bias
+        Whether a bias of positions (ALiBi) is the addend of the product of scores: the scores of
+        an attention core that is not fused are written and read once more, forward.
+    fused_rotary, fused_activation, fused_norm
+        Whether rotary positions, the MLP's activation, and norms are one kernel each. Unfused ones
+        are a kernel for each operation of torch: `pipesim.models.layer_kernels` counts them.
+    norm_bytes
+        Bytes of an element inside of an unfused norm; 2 by default.
+    separate_gate
+        Whether gate and up of a gated MLP are two products. The gradients of their inputs are then
+        added, and tensor parallelism without sequence parallelism sums each of them over the group:
+        3 all-reduces in the backward of a layer, and not 2.
+    attention_copies
+        Whether gradients of queries, keys and values are concatenated, and tokens copied to another
+        order around the core if a micro-batch has several sequences.
+    tensor_overlap
+        How collectives of tensor parallelism are hidden behind products; only with sequence
+        parallelism.
+
+        - ``"none"`` (the default): not at all.
+        - ``"userbuffers"``: as in Transformer Engine with NVIDIA's settings for H100. A quarter of
+          each reduce-scatter stays, and 6 % of each collective of the backward; the multiprocessors
+          that they take make the products of the forward 5.5 % slower.
+        - ``"async"``: torch's asynchronous tensor parallelism; half of each collective stays,
+          assumed from the 8 to 9 % of a step that torchtitan measured.
+    fused_sums
+        Whether products of weight gradients add to sums of more bytes than parameters
+        (``gradient_accumulation_fusion``); True by default. Otherwise a kernel adds them.
+    exchange_element_bytes
+        Bytes of an element of gradients while replicas exchange them; 0 (the default) for those of
+        the sums, ``bytes_per_gradient``.
+    gradient_exchange
+        Whether replicas that share an optimizer ``"reduce_scatter"`` gradients (the default), or
+        ``"all_reduce"`` them, twice as many bytes. Replicas with an optimizer each all-reduce.
+    exchange_copies
+        Bytes a parameter that casts and copies around the exchange read and write; 0 by default.
+    launch
+        Seconds of the host to launch a kernel; None (the default) for those of the GPU.
+    source
+        Where the values are from.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.Framework.preset("megatron_core_2024").attention_kernel
+    'cudnn'
+    >>> model = ps.Transformer.preset("llama3_8b")
+    >>> best, foundry = (
+    ...     model.costs(1, microbatch_size=1, gpu="h100_sxm", flash_attention=True, framework=name)
+    ...     for name in (None, "llm_foundry_2023"))
+    >>> f"{foundry.forward[0] / best.forward[0]:.2f}"  # an older attention kernel
+    '1.19'
+    """
+
+    name: str = ""
+    attention_kernel: AttentionKernel = ""
+    score_bias: bool = False
+    fused_rotary: bool = True
+    fused_activation: bool = True
+    fused_norm: bool = True
+    norm_bytes: Amount = 2.0
+    separate_gate: bool = False
+    attention_copies: bool = False
+    tensor_overlap: TensorOverlap = "none"
+    fused_sums: bool = True
+    exchange_element_bytes: Amount = 0.0
+    gradient_exchange: GradientExchange = "reduce_scatter"
+    exchange_copies: Amount = 0.0
+    launch: Amount | None = None
+    source: str = ""
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Framework:
+        """Return a framework as it was at some time; `pipesim.frameworks` lists them.
+
+        Parameters
+        ----------
+        name
+            Such as ``"megatron_core_2024"``.
+        **changes
+            Attributes to change, such as ``fused_norm=False``.
+
+        Returns
+        -------
+        Framework
+            With its name.
+        """
+        preset = PRESETS[check_name("framework", name, PRESETS)]
+        for attribute in changes:
+            check_name("attribute of a framework", attribute, [x.name for x in fields(cls)])
+        return replace(preset, name=name, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes that differ from the best case, as values of JSON.
+
+        Returns
+        -------
+        dict
+            Attributes by name, which ``Framework(**values)`` takes.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: v for k, v in values.items() if v != getattr(BEST_CASE, k)}
+
+
+#: Today's terms: fused kernels, exchanges in the type of the sums.
+BEST_CASE = Framework()
+
+PRESETS: dict[str, Framework] = {
+    "megatron_2021": Framework(
+        launch=45e-6,
+        source="Narayanan et al., arXiv 2104.04473; launches: 240 steps of vTrain's node are "
+        "predicted best with 50 us a kernel (Bang et al., arXiv 2312.12391)",
+    ),
+    "megatron_deepspeed_2022": Framework(
+        score_bias=True,
+        fused_sums=False,
+        exchange_element_bytes=4.0,
+        gradient_exchange="all_reduce",
+        exchange_copies=16.0,
+        source="BigScience's Megatron-DeepSpeed: ALiBi as addend of baddbmm; bf16 optimizer of "
+        "DeepSpeed, which sums and exchanges gradients in 32 bits (chronicles-prequel.md)",
+    ),
+    "aleph_scaling_2023": Framework(
+        fused_rotary=False,
+        fused_activation=False,
+        separate_gate=True,
+        attention_copies=True,
+        exchange_element_bytes=4.0,
+        gradient_exchange="all_reduce",
+        exchange_copies=26.0,
+        source="Aleph-Alpha/scaling: core/nn/rotary.py, mlp.py, linear/column_parallel_linear.py, "
+        "core/optimizer/allreduce.py (allreduce_tensor_in_float32), parameter_group.py",
+    ),
+    "llm_foundry_2023": Framework(
+        attention_kernel="triton",
+        source="mosaicml/llm-foundry, scripts/train/benchmarking/submit_benchmarks.py: attn_impl "
+        "triton, FSDP",
+    ),
+    "megatron_core_2024": Framework(
+        attention_kernel="cudnn",
+        tensor_overlap="userbuffers",
+        source="NVIDIA/dgxc-benchmarking, settings of NeMo: ub_tp_comm_overlap, overlap_grad_sync, "
+        "overlap_param_sync; Megatron-Bridge, comm_overlap.py",
+    ),
+    "torchtitan_2024": Framework(
+        attention_kernel="fa2",
+        fused_rotary=False,
+        fused_activation=False,
+        fused_norm=False,
+        norm_bytes=4.0,
+        separate_gate=True,
+        source="pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
+    ),
+}
+
+
+def frameworks() -> pd.DataFrame:
+    """List the frameworks that `Framework.preset` accepts, one row a name.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by name; a column for each attribute of `Framework`, ``source`` last.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> ps.frameworks().loc["llm_foundry_2023", "attention_kernel"]
+    'triton'
+    """
+    from pipesim.utils.packages import pandas as pd
+
+    rows = {name: vars(replace(preset, name=name)) for name, preset in PRESETS.items()}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name").drop(columns="name")
+
+
+def as_framework(framework: Framework | Mapping[str, Any] | str | None) -> Framework:
+    """Return a framework from any form that `pipesim.Transformer.costs` takes."""
+    if framework is None:
+        return BEST_CASE
+    if isinstance(framework, str):
+        return Framework.preset(framework)
+    if isinstance(framework, Mapping):
+        values = dict(framework)
+        for name in values:
+            check_name("attribute of a framework", name, [x.name for x in fields(Framework)])
+        return Framework(**values)
+    return check_type("framework", framework, Framework, 'give such as "megatron_core_2024"')

@@ -1,0 +1,180 @@
+"""What a framework does, in costs: by hand, and from published counts and speeds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pipesim as ps
+from pipesim.errors import CostsWarning, UnknownNameError
+from pipesim.models.attention_rates import attention_flops
+
+PUBLISHED = Path(__file__).parents[2] / "published"
+LLAMA = ps.Transformer(
+    hidden_size=5120, n_layers=40, n_heads=40, sequence_length=2048, vocabulary_size=128000,
+    ffn_size=13824, gated_mlp=True, biases=False, learned_positions=False, dropout=False,
+    tied_embeddings=False,
+)  # fmt: skip
+ALEPH = ps.Framework.preset("aleph_scaling_2023")
+#: A GPU whose kernels take the seconds of their FLOPs or bytes alone.
+PLAIN = ps.GPU(flops=1e14, bandwidth=1e12)
+
+
+def accesses(framework: ps.Framework | None) -> list[float]:
+    """Return reads and writes of h elements a token between a layer's products: F, then B."""
+    table = LLAMA.kernels(PLAIN, microbatch_size=1, flash_attention=True, framework=framework)
+    is_moved = (table["part"] == "layer") & (table["flops"] == 0)
+    table = table[is_moved & ~table["kernel"].str.contains("accumulation")]
+    moved = table.groupby("op")["bytes"].sum() / (2 * 5120 * 2048)
+    return [moved["F"], moved["I"] + moved["W"]]
+
+
+@pytest.mark.parametrize(
+    ("framework", "added"),
+    [
+        (ALEPH, (21, 46)),
+        (ps.Framework.preset("aleph_scaling_2023", fused_norm=False), (43, 94)),
+        (ps.Framework.preset("aleph_scaling_2023", fused_norm=False, norm_bytes=4), (53, 128)),
+    ],
+    ids=["fused norm", "norm in 16 bits", "norm in 32 bits"],
+)
+def test_operations_that_the_scaling_library_does_not_fuse(
+    framework: ps.Framework, added: tuple[int, int]
+) -> None:
+    """As counted in its sources; an MLP of 2.7 h."""
+    usual, own = accesses(None), accesses(framework)
+    assert [b - a for a, b in zip(usual, own, strict=True)] == pytest.approx(added, abs=0.6)
+
+
+def test_copies_of_several_sequences() -> None:
+    """Queries are copied there and back: 8 accesses each way, of a tensor of h."""
+    table = LLAMA.kernels(PLAIN, microbatch_size=2, flash_attention=True, framework=ALEPH)
+    copies = table[table["kernel"] == "copy of order"]
+    assert (copies["bytes"] / (2 * 2 * 5120 * 2048)).tolist() == [8, 8]
+
+
+def test_attention_is_as_fast_as_published() -> None:
+    """Backwards, published without a mask, are in proportion to FlashAttention-2's forward."""
+    speeds = json.loads((PUBLISHED / "flash_attention_h100.json").read_text())["expected"]
+    masked = {"64": 299 / 324, "128": 335 / 370}
+    for name, kernel in (
+        ("FlashAttention-2", "fa2"),
+        ("FlashAttention-3", "fa3"),
+        ("cuDNN", "cudnn"),
+    ):
+        for head, published in speeds[name].items():
+            speed = attention_flops(kernel, "h100", float(head), 16384, is_backward=True)
+            assert speed == pytest.approx(1e12 * published["backward"] * masked[head])
+    assert attention_flops("fa3", "a100", 128, 4096, is_backward=False) is None
+
+
+def forward(
+    framework: ps.Framework | str | None, gpu: str = "h100_sxm", **options: object
+) -> float:
+    """Return the seconds of the forward of one stage."""
+    costs = LLAMA.costs(1, gpu=gpu, microbatch_size=1, framework=framework, **options)
+    return float(costs.per_stage("forward", 1)[0])
+
+
+def test_kernels_of_attention_by_age() -> None:
+    """Newer ones are faster; one without a table is as much slower than the GPU's own."""
+    seconds = [
+        forward(ps.Framework(attention_kernel=kernel), flash_attention=True)
+        for kernel in ("fa1", "triton", "fa2", "cudnn", "fa3")
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    own, older = (
+        forward(ps.Framework(attention_kernel=kernel), "a100_80gb", flash_attention=True)
+        for kernel in ("fa2", "fa1")
+    )
+    assert own == forward(None, "a100_80gb", flash_attention=True)
+    table = LLAMA.kernels("a100_80gb", microbatch_size=1, flash_attention=True)
+    core = table[(table["kernel"] == "attention") & (table["op"] == "F")]["seconds"].sum() - 2e-6
+    assert older - own == pytest.approx(40 * core)
+
+
+@pytest.mark.parametrize("method", ["userbuffers", "async"])
+def test_collectives_behind_products(method: str) -> None:
+    """What stays of four halves of an all-reduce a layer, forward; nothing hides without splits."""
+    network = ps.Network.preset("dgx_h100", gpus_per_device=8)
+    own = {"tensor_parallel": 8, "network": network, "sequence_parallel": True}
+    overlapped = ps.Framework(tensor_overlap=method)
+    one = network.group_all_gather(2048 * 5120 * 2, 8)
+    table = LLAMA.kernels("h100_sxm", microbatch_size=1, tensor_parallel=8, sequence_parallel=True)
+    products = ["qkv", "scores", "context", "projection", "up", "down"]
+    is_product = (table["part"] == "layer") & (table["op"] == "F") & table["kernel"].isin(products)
+    seconds = table[is_product]["seconds"].sum()
+    stays = {"userbuffers": 4 * one / 8 + 0.055 * seconds, "async": 2 * one}
+    over = max(0.0, 4 * one - seconds)
+    expected = stays["userbuffers"] + over if method == "userbuffers" else max(
+        stays["async"], 4 * one - seconds)  # fmt: skip
+    hidden = forward(None, **own) - forward(overlapped, **own)
+    assert hidden == pytest.approx(40 * (4 * one - expected))
+    own["sequence_parallel"] = False
+    assert forward(None, **own) == forward(overlapped, **own)
+
+
+def test_a_gate_of_its_own_has_an_all_reduce() -> None:
+    """The backward of a layer has three, as its two products have gradients of their inputs."""
+    network = ps.Network.preset("dgx_h100", gpus_per_device=8)
+    own = {"tensor_parallel": 8, "network": network, "gpu": PLAIN, "microbatch_size": 1}
+    gate = ps.Framework(separate_gate=True)
+    usual, more = (
+        LLAMA.costs([20, 20], framework=framework, **own).backward[0] for framework in (None, gate)
+    )
+    summed = 3 * 2 * 5120 * 2048 / PLAIN.bandwidth
+    one = network.group_all_reduce(2 * 5120 * 2048, 8)
+    assert more - usual == pytest.approx(20 * (summed + one))
+
+
+def test_gradients_are_exchanged_in_32_bits_by_all_reduces() -> None:
+    """Sums of 16 bits: four times the seconds of a reduce-scatter; casts are seconds of STEP."""
+    graph = ps.lower(ps.schedule("1f1b", 2, 2), n_replicas=2, shard_optimizer=True)
+    network = ps.Network(bandwidth=1e11)
+
+    def seconds(framework: ps.Framework | None, op: str) -> float:
+        costs = LLAMA.costs([20, 20], gpu=PLAIN, microbatch_size=1, framework=framework,
+                            network=network)  # fmt: skip
+        timeline = ps.simulate(graph, costs)
+        return float(timeline.duration[graph.op == ps.Op[op]].max())
+
+    assert seconds(ALEPH, "REDUCE_GRAD") == pytest.approx(4 * seconds(None, "REDUCE_GRAD"))
+    parameters = 20 * LLAMA.layer_parameters + LLAMA.embedding_parameters
+    assert seconds(ALEPH, "STEP") - seconds(None, "STEP") == pytest.approx(26e-12 * parameters)
+    assert seconds(ALEPH, "UNSHARD") == seconds(None, "UNSHARD")
+
+
+def test_launches_of_a_framework() -> None:
+    """One that launches from Python is bound by its host if layers are small."""
+    tiny = ps.Transformer(
+        hidden_size=64, n_layers=2, n_heads=1, sequence_length=64, vocabulary_size=64, dropout=False
+    )
+    table = tiny.kernels("a100_80gb", microbatch_size=1)
+    layer = table[(table["part"] == "layer") & (table["op"] == "F")]["n_kernels"].sum()
+    costs = tiny.costs([0, 2, 0], gpu="a100_80gb", microbatch_size=1, framework="megatron_2021")
+    assert costs.forward[1] == pytest.approx(2 * layer * 45e-6)
+
+
+def test_heads_that_miss_the_tensor_cores() -> None:
+    """Heads of 108 elements: 16 times the seconds, and a warning; a fused core fills them up."""
+    model = ps.Transformer(
+        hidden_size=13824, n_layers=2, n_heads=128, sequence_length=2048, vocabulary_size=250880
+    )
+    table = model.kernels(PLAIN, microbatch_size=1).query("kernel == 'scores'")
+    assert table["seconds"].tolist() == pytest.approx(16 * table["flops"] / PLAIN.flops)
+    with pytest.warns(CostsWarning, match=r"heads of 108 elements .* more of each layer"):
+        model.costs(1, gpu="a100_80gb", microbatch_size=1)
+    model.costs(1, gpu="a100_80gb", microbatch_size=1, flash_attention=True)
+
+
+def test_unknown_frameworks() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'megatron_core_2024'"):
+        forward("megatron_core")
+    with pytest.raises(UnknownNameError, match="attribute of a framework"):
+        ps.Framework.preset("megatron_2021", fused=True)
+
+
+def test_costs_keep_their_framework() -> None:
+    """Files do, so that costs can be built again for another cluster."""
+    costs = LLAMA.costs(4, gpu="h100_sxm", microbatch_size=1, framework=ALEPH)
+    assert ps.Costs.from_dict(costs.to_dict()).rebuilt() == costs
