@@ -36,8 +36,8 @@ def sharding_of(graph: TaskGraph) -> Kinds:
     """Return what the replicas of each stage of a graph share, as its UNSHARDs tell."""
     of_stage = ["none"] * graph.n_stages
     for task in np.flatnonzero(graph.op == Op.UNSHARD):
-        is_part = graph.part[task] >= 0
-        of_stage[int(graph.stage[task])] = "parameters" if is_part else "optimizer"
+        is_shard = graph.kinds.gathers_shards[graph.kind[task]]
+        of_stage[int(graph.stage[task])] = "parameters" if is_shard else "optimizer"
     return tuple(of_stage)
 
 
@@ -196,6 +196,13 @@ def whole_optimizers(model: PlacedModel) -> list[torch.optim.Optimizer | WholeOp
 def check_sharding(graph: TaskGraph, kinds: Kinds) -> None:
     """Raise `ArgumentError` if a graph shares other things than ``kinds``, or in buckets."""
     own = sharding_of(graph)
+    early = np.flatnonzero((graph.kinds.op == Op.UNSHARD) & (graph.kinds.part >= 0))
+    if (~graph.kinds.gathers_shards[early]).any():
+        raise ArgumentError(
+            f"{graph!r} gathers parameters before the forwards of the next step, so that between "
+            "steps each replica has old values of the others' shares: this is simulated, not run; "
+            'lower with gather_parameters="after_step"'
+        )
     for task in np.flatnonzero((graph.op == Op.REDUCE_GRAD) & (graph.part >= 0)):
         if own[int(graph.stage[task])] != "none":
             raise ArgumentError(

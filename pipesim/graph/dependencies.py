@@ -495,7 +495,7 @@ def _joined(needs: CSR, rows: Ints, values: Ints) -> CSR:
 #
 # A fetch without such a task starts as soon as its stream and its other dependencies allow. An
 # UNSHARD also needs the RESHARD of its stage before it, which frees the memory that it gathers
-# into.
+# into. UNSHARDs of a sharded optimizer are no fetches: their memory is there throughout.
 
 
 def with_fetches(needs: CSR, kinds: Kinds, kind: Ints, prefetch: int) -> CSR:
@@ -505,7 +505,7 @@ def with_fetches(needs: CSR, kinds: Kinds, kind: Ints, prefetch: int) -> CSR:
     """
     if kinds.ops.isdisjoint(FETCHES):
         return needs
-    is_fetch = kinds.is_op(FETCHES)[kind]
+    is_fetch = ((kinds.op == Op.RELOAD) | kinds.gathers_shards)[kind]
     order = ListedTasks.by_device(kinds, kind)
     place = np.full(len(kind), -1, dtype=np.int64)
     place[order.tasks] = order.place
@@ -528,8 +528,7 @@ def with_fetches(needs: CSR, kinds: Kinds, kind: Ints, prefetch: int) -> CSR:
 
 def _freed_before(kinds: Kinds, kind: Ints) -> tuple[Ints, Ints]:
     """Return the UNSHARDs that come after a RESHARD of their stage and replica, and the latter."""
-    is_part = kinds.part >= 0
-    gathers = (kinds.op == Op.UNSHARD) & is_part
+    gathers = kinds.gathers_shards
     tasks = np.flatnonzero((gathers | (kinds.op == Op.RESHARD))[kind])
     own = kind[tasks]
     cell = kinds.replica[own] * (int(kinds.stage.max(initial=0)) + 1) + kinds.stage[own]

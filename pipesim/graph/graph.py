@@ -668,8 +668,8 @@ class TaskGraph:
     def optimizer_shares(self) -> Ints:
         """Number of replicas that share each stage's optimizer.
 
-        Each steps its share of the parameters. The others are gathered: after the step, or if
-        parameters are sharded too, before they are used.
+        Each steps its share of the parameters. The others are gathered: after the step, or before
+        they are used.
 
         1 for a stage without UNSHARD; shape ``(n_stages,)``.
         """
@@ -679,9 +679,9 @@ class TaskGraph:
     def parameter_shares(self) -> Ints:
         """Number of replicas that share each stage's parameters and gradients, as in FSDP.
 
-        1 for a stage without UNSHARD of a micro-batch; shape ``(n_stages,)``.
+        1 for a stage whose parameters are not freed; shape ``(n_stages,)``.
         """
-        return self._shares((self.kinds.op == Op.UNSHARD) & (self.kinds.part >= 0))
+        return self._shares(self.kinds.gathers_shards)
 
     def _shares(self, own: NDArray[np.bool_]) -> Ints:
         """Return the number of replicas of each stage with one of some kinds, at least 1."""

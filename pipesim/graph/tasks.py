@@ -324,6 +324,19 @@ class Kinds:
         return bool((self.is_op(SEGMENTED) & (self.part >= 0)).any())
 
     @cached_property
+    def gathers_shards(self) -> NDArray[np.bool_]:
+        """Whether tasks of each kind gather sharded parameters, which are freed after a use (FSDP).
+
+        Other UNSHARDs are of a sharded optimizer, once a step.
+        """
+        gathers = (self.op == Op.UNSHARD) & (self.part >= 0)
+        again = gathers & (self.part == PASSES.index("backward"))
+        shards: NDArray[np.bool_] = gathers & np.isin(
+            self.stage, self.stage[again | (self.op == Op.RESHARD)]
+        )
+        return shards
+
+    @cached_property
     def homes(self) -> Ints:
         """Device that holds each replica's stages; shape ``(n_replicas, n_stages)``."""
         shape = int(self.replica.max(initial=0)) + 1, int(self.stage.max(initial=0)) + 1

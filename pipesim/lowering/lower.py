@@ -53,6 +53,8 @@ from pipesim.lowering.issue_order import (
 )
 from pipesim.lowering.offloads import Offloads, checked_offloads, with_offloads
 from pipesim.lowering.parameter_shards import (
+    GatherParameters,
+    ParameterShards,
     ShardParameters,
     checked_parameter_shards,
     with_parameter_shards,
@@ -79,6 +81,7 @@ def checked_collectives(
     exchanges: Exchanges,
     n_replicas: int,
     shard_optimizer: bool,
+    gather_parameters: GatherParameters,
     step: str,
 ) -> Collectives:
     """Return the collectives of a schedule, from options of `pipesim.lower`."""
@@ -103,14 +106,15 @@ def checked_collectives(
             "whose gradients are reduced over replicas: without steps between them those of one "
             "would be added to those of the next; leave step out, or take n_replicas=1"
         )
-    unshards = shard_optimizer and n_replicas > 1
-    if unshards and n_batches > 1:
+    shares_steps = shard_optimizer and n_replicas > 1
+    if shares_steps and n_batches > 1:
         raise ArgumentError(
             f"shard_optimizer=True, but schedule {schedule.name!r} steps {n_batches} "
             "times while micro-batches are in flight; take a schedule of one mini-batch"
         )
     stages = grad_sync_by_stage(syncs, n_stages) if reduces else ()
     buckets = tuple(n_buckets if sync == "bucketed" else 1 for sync in stages)
+    unshards = shares_steps and gather_parameters == "after_step"
     return Collectives(syncs, buckets, groups, exchanges, unshards)
 
 
@@ -142,6 +146,7 @@ def lower(
     grad_sync: GradSyncArgument = "last",
     n_buckets: Annotated[int, Range(1, 1000)] = 4,
     shard_optimizer: bool = False,
+    gather_parameters: GatherParameters = "after_step",
     sharded: Iterable[int] | int = (),
     exchange_work: ExchangeWork = "collective",
     prefetch_keys: bool = False,
@@ -237,6 +242,14 @@ def lower(
         (UNSHARD), as in ZeRO-1 (arXiv 1910.02054). In `pipesim.Costs`, REDUCE_GRAD is then a
         reduce-scatter, and STEP and optimizer state have the seconds and bytes of the share. Each
         replica still holds all gradients of a stage.
+    gather_parameters
+        When replicas that share the optimizer gather parameters:
+
+        - ``"after_step"``: each stage after its STEP.
+        - ``"before_forward"``: each stage before its first F in the next step, as with
+          ``--overlap-param-gather`` of Megatron-LM. A step is simulated alone, so that the gathers
+          of what the step before has changed stand at its start: all at once, in the order in which
+          a device needs its stages. They run behind the first forwards of other stages.
     sharded
         Stage, or stages, that are embeddings with rows spread over the replicas, as in HugeCTR's
         sparse operation kit. Their F looks up the rows that all replicas request, and their B sums
@@ -384,8 +397,9 @@ def lower(
     exchanges = checked_exchanges(schedule, sharded, exchange_work, prefetch_keys, sparse_grad_sync)
     shards = exchanges.sharded
     collectives = checked_collectives(
-        schedule, grad_sync, n_buckets, exchanges, n_replicas, shard_optimizer, step
-    )
+        schedule, grad_sync, n_buckets, exchanges, n_replicas, shard_optimizer, gather_parameters,
+        step,
+    )  # fmt: skip
     experts, n_sharing = checked_experts(
         expert_layers, n_stages, shards, expert_replicas, n_replicas
     )
@@ -393,8 +407,8 @@ def lower(
     groups = of_devices.tied
     offloads = checked_offloads(offload, prefetch, schedule, shards)
     parameters = checked_parameter_shards(
-        schedule, shard_parameters, prefetch, shards, n_replicas=n_replicas, tied=groups,
-        shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync,
+        schedule, shard_parameters, gather_parameters, prefetch, shards, n_replicas=n_replicas,
+        tied=groups, shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync,
     )  # fmt: skip
     # Iterables were checked, and may be used up.
     arguments |= {"hosts": host.tolist(), "skips": pairs, "sharded": shards, "tied": groups}
@@ -406,6 +420,7 @@ def lower(
         recompute, step, recompute_first, recompute_waits = "never", "none", False, False
         exchanges, of_devices = collectives.exchanges, DeviceCollectives()
         offloads = Offloads()
+        parameters = parameters if parameters.frees else ParameterShards()
     schedule = with_chosen(schedule, recompute, shards)
     compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards, experts)
     cycles = clock_cycles(schedule, compute)
@@ -462,8 +477,9 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
     verify_listing(schedule)
     check_tasks(len(schedule.op))
     collectives = checked_collectives(
-        schedule, "last", 1, Exchanges(), 2 if replicated else 1, shard_optimizer, "flush"
-    )
+        schedule, "last", 1, Exchanges(), 2 if replicated else 1, shard_optimizer, "after_step",
+        "flush",
+    )  # fmt: skip
     options = LoweringOptions(
         recompute=recompute_label(schedule, "listed"),
         n_batches=schedule.n_batches,

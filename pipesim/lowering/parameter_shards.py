@@ -1,4 +1,4 @@
-"""Gather and free the parameters of stages whose replicas each hold a share of them (FSDP).
+"""Gather parameters before their uses, and free them if each replica holds a share (FSDP).
 
 Tasks of one device with two stages, ``F F B B`` of stages 0 and 1 and one micro-batch, by the
 number of stages whose parameters a device keeps (`ParameterShards.window`)::
@@ -10,6 +10,12 @@ number of stages whose parameters a device keeps (`ParameterShards.window`)::
 
 A use is an F, or a backward: the tasks from R, or from B or I, to B or I of a micro-batch. W is no
 use: a weight gradient is the product of an input and a gradient of an output, without parameters.
+
+Replicas that share the optimizer alone keep all parameters. They gather what the step before has
+changed (``gather_parameters="before_forward"``), once a stage and without prefetch::
+
+    compute        0F    1F  1B  0B  STEP STEP
+    unshard   U0   U1
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from pipesim.utils.jit import kernel
 from pipesim.utils.texts import parse_int
 
 ShardParameters: TypeAlias = Literal["none", "every", "step"] | int
+GatherParameters: TypeAlias = Literal["after_step", "before_forward"]
 SHARD_PARAMETERS = ("none", "every", "step")
 _FORWARD, _BACKWARD = range(len(PASSES))
 
@@ -43,45 +50,62 @@ class ParameterShards(NamedTuple):
     window: int = 0
     #: Number of compute tasks that an UNSHARD may run beside; see `pipesim.graph.dependencies`.
     prefetch: int = 1
+    #: Whether parameters are freed after their uses. Otherwise a device gathers those of each stage
+    #: once, before the stage's first F.
+    frees: bool = True
 
 
 def checked_parameter_shards(
     schedule: Schedule,
     shard_parameters: ShardParameters,
+    gather_parameters: GatherParameters,
     prefetch: int,
     sharded: tuple[int, ...],
     **others: object,
 ) -> ParameterShards:
-    """Return the option ``shard_parameters`` of `pipesim.lower`, checked to suit the schedule.
+    """Return what is gathered before its use, by options of `pipesim.lower` that suit the schedule.
 
     ``others`` are other arguments of `pipesim.lower`, checked: ``n_replicas``, ``shard_optimizer``,
     ``grad_sync`` and ``tied``.
     """
     value = checked_shard_parameters(shard_parameters)
+    stages = tuple(stage for stage in range(schedule.n_stages) if stage not in sharded)
+    name, paths = schedule.name, schedule.placement.n_paths
+    is_early = gather_parameters == "before_forward"
+    if is_early and not others["shard_optimizer"]:
+        raise ArgumentError(
+            'gather_parameters="before_forward" is for replicas that share the optimizer, and '
+            "gather what others have stepped; add shard_optimizer=True, or leave it out"
+        )
+    if is_early and paths > 1:
+        raise ArgumentError(
+            f'gather_parameters="before_forward", but schedule {name!r} has {paths} paths, whose '
+            'copies of a stage begin with other micro-batches; take "after_step"'
+        )
     if value == "none":
-        return ParameterShards()
+        gathers = is_early and others["n_replicas"] != 1
+        return ParameterShards(stages if gathers else (), frees=False)
     windows: Mapping[object, int] = {"every": 0, "step": schedule.n_stages}
     window = windows[value] if isinstance(value, str) else min(value, schedule.n_stages)
     what = f"shard_parameters={shard_parameters!r}"
-    name, tied = schedule.name, others["tied"]
+    tied = others["tied"]
     wrong: Mapping[str, object] = {
         "there is one replica, which holds all parameters; add n_replicas=2, or more": (
             others["n_replicas"] == 1
         ),
-        "shard_optimizer=True gathers parameters after each step instead; sharded parameters have "
-        "a sharded optimizer already: leave shard_optimizer out": others["shard_optimizer"],
+        "shard_optimizer=True gathers parameters once a step instead; sharded parameters have a "
+        "sharded optimizer already: leave shard_optimizer out": others["shard_optimizer"],
         'grad_sync="bucketed": a stage gathers and reduces its parameters as a whole; take "last", '
         '"every" or a number': "bucketed" in str(others["grad_sync"]),
         f"tied={tied}: the replicas share the gradients of each tied stage in another way, so that "
         "copies cannot be summed; leave tied or shard_parameters out": tied,
-        f"schedule {name!r} has {schedule.placement.n_paths} paths, which hold copies of their "
-        "own; take a schedule of one path": schedule.placement.n_paths > 1,
+        f"schedule {name!r} has {paths} paths, which hold copies of their "
+        "own; take a schedule of one path": paths > 1,
         f"schedule {name!r} steps {schedule.n_batches} times while micro-batches are in flight; "
         "take a schedule of one mini-batch": schedule.n_batches > 1,
     }
     for text in (text for text, is_wrong in wrong.items() if is_wrong):
         raise ArgumentError(f"{what}, but {text}")
-    stages = tuple(stage for stage in range(schedule.n_stages) if stage not in sharded)
     return ParameterShards(stages, window, prefetch)
 
 
@@ -109,20 +133,25 @@ def with_parameter_shards(
     - UNSHARD comes right after the compute task that it waits for, ``prefetch + 1`` places before
       the use, in the order of uses of its device. Without ``overlap`` it comes right before the
       use, on the compute stream.
+    - UNSHARDs of parameters that are kept come first, in the order of the first Fs of stages.
     """
     if not shards.stages:
         return kinds, issued
     order = ListedTasks.by_device(kinds, issued.kind)
     own, microbatch = issued.kind[order.tasks], issued.microbatch[order.tasks]
     device, stage, op = kinds.device[own], kinds.stage[own], kinds.op[own]
-    is_use = kinds.is_op(frozenset({Op.F, Op.R, Op.B, Op.I}))[own] & np.isin(stage, shards.stages)
-    is_first, is_last = _spans(
-        is_use, _opens(kinds, own, microbatch), order.place, device, stage, shards.window
-    )
     part = np.where(op == Op.F, _FORWARD, _BACKWARD)
-    freed, gathered = np.flatnonzero(is_last), np.flatnonzero(is_first)
-    where = order.first[order.place[gathered]]
-    if overlap:
+    if shards.frees:
+        uses = kinds.is_op(frozenset({Op.F, Op.R, Op.B, Op.I}))[own] & np.isin(stage, shards.stages)
+        opens = _opens(kinds, own, microbatch)
+        spans = _spans(uses, opens, order.place, device, stage, shards.window)
+        gathered, freed = map(np.flatnonzero, spans)
+    else:
+        forwards = np.flatnonzero((op == Op.F) & np.isin(stage, shards.stages))
+        gathered = forwards[np.unique(stage[forwards], return_index=True)[1]]
+        gathered, freed = gathered[np.argsort(order.tasks[gathered])], gathered[:0]
+    where = order.first[order.place[gathered]] if shards.frees else np.zeros_like(gathered)
+    if overlap and shards.frees:
         of_place = kinds.device[issued.kind[order.first]]
         on_device = np.searchsorted(of_place, device[gathered])  # first place of the device
         where = _early_places(shards, order, stage, on_device, gathered, freed)

@@ -233,7 +233,7 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
     - The input of stage 0 belongs to the caller and counts as 0. Tensors of skip connections are
       input too.
     - OFFLOAD releases the bytes that it moves to host memory, and RELOAD allocates them.
-    - UNSHARD of a micro-batch allocates the parameters of its stage, and RESHARD releases them.
+    - UNSHARD of sharded parameters allocates those of its stage, and RESHARD releases them.
     - In a forward-only graph, inputs and outputs of stages live as long as tasks need them.
     - Gradients that wait for a reduction are allocated by the first B or W that adds to them, and
       released by their REDUCE_GRAD; see `waiting_gradients`.
@@ -296,8 +296,9 @@ def gathered_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:
     kinds = graph.kinds
     n_replicas = graph.n_replicas * graph.options.n_equal
     nbytes = moved_bytes(costs, graph.n_stages, n_replicas, "parameter")[kinds.stage]
-    gathers = (kinds.op == Op.UNSHARD) & (kinds.part >= 0)
-    return np.where(gathers, nbytes, 0.0), np.where(kinds.op == Op.RESHARD, nbytes, 0.0)
+    return np.where(kinds.gathers_shards, nbytes, 0.0), np.where(
+        kinds.op == Op.RESHARD, nbytes, 0.0
+    )
 
 
 def _forward_kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:

@@ -161,7 +161,7 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             uses |= any_of(stage, *((Op.F,) if part == 0 else (Op.B, Op.I)), part=0)
             frees = [t.id for t in of_stage[replica, stage] if t.op == Op.RESHARD]
             before = max((free for free in frees if free < len(needs)), default=None)
-            needed = _fetched_after(graph, uses) | ({before} - {None})
+            needed = _fetched_after(graph, uses) | ({before} - {None}) if frees else set()
         elif op == Op.RESHARD:
             needed = whole(stage, *((Op.F,) if part == 0 else (Op.B, Op.I)))
         else:

@@ -282,6 +282,9 @@ def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     options["layout"] = draw(st.sampled_from(LAYOUTS))
     if schedule.n_batches == 1:
         options["shard_optimizer"] = draw(st.booleans())
+        if options["shard_optimizer"] and one_path:
+            times = ["after_step", "before_forward"]
+            options["gather_parameters"] = draw(st.sampled_from(times))
     if schedule.n_batches == 1 and one_path and schedule.n_stages > 1 and draw(st.booleans()):
         stages = st.integers(0, schedule.n_stages - 2)
         options["sharded"] = sorted(draw(st.sets(stages, max_size=2)))
@@ -334,7 +337,7 @@ def with_fixed(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]
 
     A list of hosts is for the replicas drawn; without sharded stages nothing says how they
     exchange. Sharded parameters do not suit one replica, buckets and tied stages. Replicas that
-    have all experts together divide all.
+    have all experts together divide all. A whole optimizer gathers no parameters.
     """
     if fixed.keys() & {"n_replicas", "grad_sync", "tied", "shard_optimizer"}:
         options = {**options, "shard_parameters": "none"}
@@ -343,6 +346,8 @@ def with_fixed(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]
     if fixed.get("n_replicas", 1) % (options.get("expert_replicas") or 1):
         options = {**options, "expert_replicas": None}
     options = {**options, **fixed}
+    if not options.get("shard_optimizer"):
+        options.pop("gather_parameters", None)
     how = () if options.get("sharded") else EXCHANGE_OPTIONS
     return {name: value for name, value in options.items() if name not in how or name in fixed}
 

@@ -44,6 +44,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grad_sync": {"grad_sync": "every", "n_replicas": 2},
     "n_buckets": {"n_buckets": 2, "grad_sync": "bucketed", "n_replicas": 2},
     "shard_optimizer": {"shard_optimizer": True, "n_replicas": 2},
+    "gather_parameters": {
+        "gather_parameters": "before_forward",
+        "shard_optimizer": True,
+        "n_replicas": 2,
+    },
     "sharded": {"sharded": [0], "n_replicas": 2},
     "exchange_work": {"exchange_work": "compute", "sharded": [0], "n_replicas": 2},
     "prefetch_keys": {"prefetch_keys": True, "sharded": [0], "n_replicas": 2},

@@ -339,6 +339,9 @@ def test_graphs_of_other_shares() -> None:
     buckets = lowered("1f1b", 1, 1, 2, grad_sync="bucketed", **ZERO_1)
     with pytest.raises(ArgumentError, match=r'stage 0 .* in buckets.*take grad_sync="last"'):
         sharding.check_sharding(buckets, sharding.sharding_of(buckets))
+    late = lowered("1f1b", 1, 1, 2, gather_parameters="before_forward", **ZERO_1)
+    with pytest.raises(ArgumentError, match=r'simulated, not run.*gather_parameters="after_step"'):
+        sharding.check_sharding(late, sharding.sharding_of(zero_1))
 
 
 def accumulated_in_a_rank(processes: Processes) -> None:

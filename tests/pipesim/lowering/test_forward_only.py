@@ -91,6 +91,7 @@ def test_forwards_are_those_of_the_schedule(lowering: Lowering) -> None:
         {"recompute": "always"},
         {"grad_sync": "bucketed", "n_replicas": 2},
         {"shard_optimizer": True, "n_replicas": 2},
+        {"shard_optimizer": True, "gather_parameters": "before_forward", "n_replicas": 2},
         {"step": "none"},
         {"overlap": False, "recompute": "always", "recompute_waits": True},
     ],

@@ -178,7 +178,8 @@ def test_counts(case: Lowering) -> None:
     assert counted[Op.ALL_TO_ALL] == exchanges * replicas * sharded
     own = m * replicas * sharded * (options.get("exchange_work") == "compute")
     assert (counted[Op.DISPATCH], counted[Op.REORDER]) == (own, 2 * own)
-    gathers = options.get("shard_optimizer") and options["step"] == "flush"
+    early = options.get("gather_parameters") == "before_forward"
+    gathers = options.get("shard_optimizer") and (early or options["step"] == "flush")
     if options.get("shard_parameters", "none") == "none":
         assert (counted[Op.UNSHARD], counted[Op.RESHARD]) == (whole * copies if gathers else 0, 0)
     else:  # at least once, at most for each F and each backward

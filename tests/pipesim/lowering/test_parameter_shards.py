@@ -170,6 +170,49 @@ def test_halves_of_an_overlapped_action_are_one_place() -> None:
     )
 
 
+# Gathered once a step, as replicas share the optimizer alone
+LATE: dict[str, Any] = {"shard_optimizer": True, "gather_parameters": "before_forward"}
+
+
+def test_a_sharded_optimizer_gathers_before_the_first_forwards() -> None:
+    """Two gathers of 3 s delay device 0 by 3 s and by 1 s: the second hides behind 2 s of forwards.
+
+    Without overlap, they come first on the compute stream.
+    """
+    costs = replace(COSTS, unshard=3, reduce_grad=1)
+    schedule = ps.schedule("interleaved_1f1b", 2, 2, n_chunks=2)
+    timeline = simulate(schedule, "none", costs, **LATE)
+    assert draw(timeline, rows="^[01]( (unshard|collective))?$") == grid("""
+        0            | .. .. .. 0F0 0F1 .. 2F0 2F1 .. .. 2B0 2B0 .. 2B1 2B1 0B0 0B0 0B1 0B1 .. ST ST
+        0 unshard    | 0U0 0U0 0U0 2U0 2U0 2U0 .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. ..
+        0 collective | .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. RG .. .. .. RG .. ..
+        1            | .. .. .. .. 1F0 1F1 .. 3F0 3B0 3B0 3F1 3B1 3B1 1B0 1B0 1B1 1B1 .. ST ST .. ..
+        1 unshard    | 1U0 1U0 1U0 3U0 3U0 3U0 .. .. .. .. .. .. .. .. .. .. .. .. .. .. .. ..
+        1 collective | .. .. .. .. .. .. .. .. .. .. .. .. .. RG .. .. .. RG .. .. .. ..
+    """)
+    blocking = simulate(schedule, "none", costs, **LATE, overlap=False)
+    assert draw(blocking, rows="^0$").startswith("0 | 0U0 0U0 0U0 2U0 2U0 2U0 0F0 0F1 2F0 2F1")
+
+
+@pytest.mark.parametrize("seconds", [1, 2, 3, 7])
+@pytest.mark.parametrize("n_chunks", [2, 3])
+def test_seconds_of_gathers_that_are_not_hidden(seconds: int, n_chunks: int) -> None:
+    """A gather hides behind the first forwards of the chunk before it: d micro-batches of 1 s.
+
+    Of v gathers of g seconds, max(g, v g - (v - 1) d) are left; after the step all v g are.
+    """
+    schedule = ps.schedule("interleaved_1f1b", 2, 4, n_chunks=n_chunks)
+    costs = replace(COSTS, unshard=seconds, optimizer_step=0)
+    free = simulate(schedule, "none", replace(costs, unshard=0), shard_optimizer=True).makespan
+    late, after = (
+        simulate(schedule, "none", costs, **options)
+        for options in (LATE, {**LATE, "gather_parameters": "after_step"})
+    )
+    assert late.makespan - free == max(seconds, n_chunks * seconds - (n_chunks - 1) * 2)
+    assert after.makespan - free == n_chunks * seconds
+    assert late.memory.peak.tolist() == after.memory.peak.tolist()
+
+
 # Seconds and bytes
 
 
@@ -299,8 +342,25 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "add shard_optimizer=True"),
+        ({"shard_parameters": "step"}, "add shard_optimizer=True"),
+        ({"shard_parameters": "step", "shard_optimizer": True}, "leave shard_optimizer out"),
+    ],
+)
+def test_gathers_before_the_first_forwards_need_a_sharded_optimizer(
+    options: dict[str, Any], message: str
+) -> None:
+    late: dict[str, Any] = {"gather_parameters": "before_forward", "n_replicas": 2, **options}
+    with pytest.raises(ArgumentError, match=message):
+        ps.lower(ps.schedule("gpipe", 2, 2), **late)
+
+
+@pytest.mark.parametrize(
     ("name", "message"), [("chimera", "2 paths"), ("pipedream", "steps 4 times")]
 )
 def test_wrong_schedules(name: str, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        ps.lower(ps.schedule(name, 2, 4), n_replicas=2, shard_parameters="every")
+    for options in ({"shard_parameters": "every"}, LATE):
+        with pytest.raises(ArgumentError, match=message):
+            ps.lower(ps.schedule(name, 2, 4), n_replicas=2, **options)

@@ -99,6 +99,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     "reduced in buckets": {"grad_sync": "bucketed"},
     "reduced every time": {"grad_sync": "every"},
     "optimizer shared": {"shard_optimizer": True},
+    "gathered late": {"shard_optimizer": True, "gather_parameters": "before_forward"},
     "parameters shared": {"shard_parameters": 1, "prefetch": 2},
     "recomputed": {"recompute": "except_last"},
     "blocking messages": {"overlap": False},
