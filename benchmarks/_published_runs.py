@@ -1,146 +1,169 @@
-"""Published training steps by the framework that ran them, as rows of `pipesim.GPU.fit`.
+"""Published training steps whose framework is known, as sets of `_published_steps`.
 
-Sources are in ``tests/published/published_runs_subset.json`` and ``dgxc_h100_subset.json``. The
-terms were not fitted to these rows, but were built with them at hand.
+=================  ==============================================================================
+set                ran on
+=================  ==============================================================================
+Aleph              Aleph Alpha's Scaling library of 2023, A100, fused norms
+Aleph, torch norms the same, norms of single operations in 32 bits
+BLOOM              Megatron-DeepSpeed of 2022, 384 A100
+MPT                llm-foundry of 2023 (FSDP): H100, A100 of 80 GB, A100 of 40 GB
+Megatron README    Megatron-Core of 2024, H100; micro-batch and chunks are not published, and taken
+                   to be the fastest of `_MICROBATCHES` and of all that divide the layers
+NeMo               NeMo of 2025, H100 (dgxc-benchmarking)
+=================  ==============================================================================
+
+Sources are in ``tests/published/published_runs_subset.json`` and ``dgxc_h100_subset.json``. No term
+was fitted to these rows, but terms were chosen with them at hand.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import numpy as np
-from _machine import ROOT
-from _published_steps import EFFICIENCY
-from numpy.typing import NDArray
+from _published_steps import EFFICIENCY, PUBLISHED, PublishedSteps
 
 import pipesim as ps
-from pipesim.calibration.measured_steps import (
-    StepPrediction,
-    measured_steps,
-    predicted_seconds,
-    step_predictions,
-)
-
-Floats = NDArray[np.float64]
-PUBLISHED = ROOT / "tests" / "published"
-#: Framework of each set.
-FRAMEWORKS: Mapping[str, ps.Framework] = {
-    "aleph-rms": ps.Framework.preset("aleph_scaling_2023"),
-    "aleph-unfused-norm": ps.Framework.preset("aleph_scaling_2023", fused_norm=False, norm_bytes=4),
-    "bloom": ps.Framework.preset("megatron_deepspeed_2022"),
-    "megatron-readme": ps.Framework.preset("megatron_core_2024"),
-    "dgxc": ps.Framework.preset("megatron_core_2024", exchange_element_bytes=2),
-    "foundry-h100_80gb": ps.Framework.preset("llm_foundry_2023"),
-    "foundry-a100_80gb": ps.Framework.preset("llm_foundry_2023"),
-    "foundry-a100_40gb": ps.Framework.preset("llm_foundry_2023"),
-    "moe": ps.Framework(),
-}
-_MACHINES = {"a100": "dgx_a100", "h100": "dgx_h100", "b200": "dgx_b200", "gb200": "gb200_nvl72"}
+from pipesim.calibration.measured_steps import measured_steps, step_predictions
+from pipesim.simulation.simulate import predict_timeline
 
 
-@dataclass(frozen=True)
-class PublishedRun:
-    """A published step: its row for `pipesim.GPU.fit`, its GPU, and the network of single GPUs."""
-
-    row: dict[str, Any]
-    gpu: str
-    network: ps.Network
-    group: str
-
-
-@dataclass(frozen=True)
-class PublishedRuns:
-    """Runs of one source and framework."""
+class _Source(NamedTuple):
+    """Name of a set in tables, its framework, and the share of the nominal rate of its NICs."""
 
     name: str
-    runs: Sequence[PublishedRun]
-
-    @property
-    def seconds(self) -> Floats:
-        """Measured seconds; shape ``(n_runs,)``."""
-        return np.array([run.row["seconds"] for run in self.runs])
-
-    @cached_property
-    def steps(self) -> list[StepPrediction]:
-        """The prediction of each run."""
-        return step_predictions(measured_steps([run.row for run in self.runs]))
-
-    def predicted(self, framework: ps.Framework) -> Floats:
-        """Return the predicted seconds of each run; shape ``(n_runs,)``."""
-        seconds = []
-        for run, step in zip(self.runs, self.steps, strict=True):
-            step.options["framework"] = framework
-            gpu = ps.GPU.preset(run.gpu)
-            seconds += predicted_seconds([step], gpu, run.network.grouped)
-        return np.array(seconds)
+    framework: ps.Framework
+    nic_efficiency: float = EFFICIENCY
 
 
-def published_runs() -> list[PublishedRuns]:
-    """Return all sets."""
-    sets: dict[str, list[PublishedRun]] = defaultdict(list)
+_ALEPH = ps.Framework.preset("aleph_scaling_2023")
+_FOUNDRY = ps.Framework.preset("llm_foundry_2023")
+_SOURCES = {
+    "aleph-rms": _Source("Aleph", _ALEPH),
+    "aleph-unfused-norm": _Source(
+        "Aleph, torch norms",
+        ps.Framework.preset("aleph_scaling_2023", fused_norm=False, norm_bytes=4),
+    ),
+    # All-reduces of its own network: 5.06 GB/s over 4 nodes, of NICs of 12.5 GB/s (BigScience,
+    # experiments/bandwidth/all_reduce_bench-a100-n4.txt).
+    "bloom": _Source("BLOOM", ps.Framework.preset("megatron_deepspeed_2022"), 0.405),
+    "foundry-h100_80gb": _Source("MPT, H100", _FOUNDRY),
+    "foundry-a100_80gb": _Source("MPT, A100 80 GB", _FOUNDRY),
+    "foundry-a100_40gb": _Source("MPT, A100 40 GB", _FOUNDRY),
+    "megatron-readme": _Source("Megatron README", ps.Framework.preset("megatron_core_2024")),
+    "dgxc": _Source("NeMo", ps.Framework.preset("megatron_core_2024", exchange_element_bytes=2)),
+}
+_MACHINES = {"a100": "dgx_a100", "h100": "dgx_h100"}
+#: Sizes of micro-batches that are tried where none is published.
+_MICROBATCHES = (1, 2, 4)
+
+
+def published_runs() -> list[PublishedSteps]:
+    """Return all sets, with their frameworks in the rows."""
+    runs = defaultdict[str, list[tuple[Mapping[str, Any], float]]](list)
     for name in ("published_runs_subset.json", "dgxc_h100_subset.json"):
         table = json.loads((PUBLISHED / name).read_text())
         for run, seconds in zip(table["inputs"]["rows"], table["expected"], strict=True):
-            if run.get("precision", "bf16") != "bf16" or run["gpu"] == "gb200":
-                continue
-            sets[run.get("set", "dgxc")].append(_run(run, seconds))
-    return [PublishedRuns(name, runs) for name, runs in sets.items()]
+            if run.get("precision", "bf16") == "bf16":
+                runs[run.get("set", "dgxc")].append((run, seconds))
+    return [_steps(source, runs[name]) for name, source in _SOURCES.items()]
 
 
-def _run(run: Mapping[str, Any], seconds: float) -> PublishedRun:
+def with_framework(steps: PublishedSteps, **changes: Any) -> PublishedSteps:
+    """Return a set whose frameworks have other attributes."""
+    rows = [{**row, "framework": replace(row["framework"], **changes)} for row in steps.rows]
+    return replace(steps, rows=rows)
+
+
+def best_case(steps: PublishedSteps) -> PublishedSteps:
+    """Return a set whose rows have no framework."""
+    rows = [{k: v for k, v in row.items() if k != "framework"} for row in steps.rows]
+    return replace(steps, rows=rows)
+
+
+def _steps(source: _Source, runs: Iterable[tuple[Mapping[str, Any], float]]) -> PublishedSteps:
+    rows, groups = [], []
+    for run, seconds in runs:
+        network = _network(run, source.nic_efficiency)
+        row = {**_row(run), "framework": source.framework, "seconds": seconds}
+        rows.append(row if run["mbs"] else _fastest(row, run, network))
+        groups.append(run.get("group", len(groups)))  # runs of other sizes of model or sequence
+    return PublishedSteps(source.name, run["gpu"], network, rows, groups, ("flops",), "-")
+
+
+def _fastest(row: Mapping[str, Any], run: Mapping[str, Any], network: ps.Network) -> dict[str, Any]:
+    """Return a row with micro-batch and chunks of the fastest step that fits, of one replica."""
+    gpu, per_stage = ps.GPU.preset(run["gpu"]), run["model"]["n_layers"] // run["pp"]
+    chunks = [v for v in range(1, per_stage + 1) if per_stage % v == 0] if run["pp"] > 1 else [1]
+    batch, tensor = run["gbs"] // row["n_replicas"], row["tensor_parallel"]
+    alone = {"n_replicas": 1, "shard_optimizer": False, "global_batch": batch}
+    steps = []
+    for size, v in itertools.product(_MICROBATCHES, chunks):
+        if batch % size or (v > 1 and batch // size % run["pp"]):
+            continue
+        order = {"schedule": "interleaved_1f1b", "n_chunks": v} if v > 1 else {}
+        own = {**row, **order, "microbatch_size": size}
+        (step,) = step_predictions(measured_steps([{**own, **alone}]))
+        costs = step.model.costs(
+            step.layers_per_stage, gpu=gpu, network=network.grouped(tensor), **step.options
+        )
+        timeline = predict_timeline(step.graph, costs)
+        # Replicas share the optimizer's state.
+        shared = costs.per_stage("optimizer_bytes", step.graph.n_stages).sum() / run["pp"]
+        held = timeline.memory.peak.max() - shared * (1 - 1 / row["n_replicas"])
+        if held < gpu.memory:
+            steps.append((timeline.makespan, len(steps), own))
+    return min(steps)[-1]
+
+
+def _row(run: Mapping[str, Any]) -> dict[str, Any]:
     tensor, context, depth = run["tp"], run.get("cp", 1), run["pp"]
-    data = run["n_gpus"] // (tensor * context * depth)
-    model = dict(run["model"]) if isinstance(run["model"], Mapping) else {"preset": run["preset"]}
-    if "preset" in model:
-        model["model"] = model.pop("preset")
-    if "sequence_length" in run:
-        model |= {"sequence_length": run["sequence_length"], "bytes_per_gradient": 4}
-    row = {
-        "label": run.get("label", run["model"]),
-        **model,
+    is_nemo = "precision" in run
+    sizes = run["model"]
+    if is_nemo:
+        sizes = {"model": run["preset"], "sequence_length": run["sequence_length"],
+                 "bytes_per_gradient": 4}  # fmt: skip
+    return {
+        "label": run["model"] if is_nemo else run["label"],
+        **sizes,
         "global_batch": run["gbs"],
-        "microbatch_size": run["mbs"] or 1,
+        "microbatch_size": run["mbs"],
         "tensor_parallel": tensor,
         "context_parallel": context,
-        "expert_parallel": run.get("ep", 1),
-        "sequence_parallel": run.get("sp", tensor > 1 and "precision" in run),
+        "sequence_parallel": run.get("sp", is_nemo),
         "recompute": run.get("recompute", "none"),
-        "flash_attention": run.get("flash", "precision" in run),
+        "flash_attention": run.get("flash", is_nemo),
         "n_devices": depth,
-        "n_replicas": data,
-        "seconds": seconds,
-        **dict(_order(run, data)),
+        "n_replicas": run["n_gpus"] // (tensor * context * depth),
+        **dict(_order(run)),
     }
-    return PublishedRun(row, run["gpu"], _network(run), run.get("group", ""))
 
 
-def _order(run: Mapping[str, Any], data: int) -> Iterator[tuple[str, Any]]:
+def _order(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of the order and of its lowering."""
     chunks = run.get("vp", 1)
     if "fsdp" in run:  # a stage a layer, each of which gathers its parameters
         chunks = run["model"]["n_layers"]
         yield "shard_parameters", run["fsdp"]
     else:
-        yield "shard_optimizer", data > 1
+        yield "shard_optimizer", run["n_gpus"] > run["tp"] * run["pp"] * run.get("cp", 1)
     if chunks > 1:
         yield from (("schedule", "interleaved_1f1b"), ("n_chunks", chunks))
     if run["pp"] > 1:
         yield "layers_per_stage", run.get("layers", "balanced")
 
 
-def _network(run: Mapping[str, Any]) -> ps.Network:
+def _network(run: Mapping[str, Any], nic_efficiency: float) -> ps.Network:
     """Return the network of a machine at `EFFICIENCY`, with its own NICs if they are known."""
-    machine = _MACHINES[run["gpu"].partition("_")[0]]
-    network = ps.Network.preset(machine, EFFICIENCY)
+    network = ps.Network.preset(_MACHINES[run["gpu"].partition("_")[0]], EFFICIENCY)
     assert network.nodes is not None
     changes: dict[str, Any] = {}
     if "nic" in run:
-        changes["nic_bandwidth"] = EFFICIENCY * run["nic"]
+        changes["nic_bandwidth"] = nic_efficiency * run["nic"]
     if "nics" in run:
         changes["n_nics"] = run["nics"]
     return replace(network, nodes=replace(network.nodes, **changes))

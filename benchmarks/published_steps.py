@@ -9,6 +9,11 @@
   and to all rows but one, too.
 - **Ablation**: the same by one of the fifths, with one term of the costs removed and constants
   fitted again.
+- **Frameworks**: sets of `_published_runs`, from data sheets with the framework that they ran on,
+  in the best case, and with one attribute at a time as in the best case. Quotients of measured over
+  predicted seconds are written to ``pipesim/analysis/published_quotients.json``, from which
+  `Timeline.interval` takes its ends. Coverage is the share of a set's rows in the interval of 80 %
+  that the rows of other sets give.
 - **Regret**: how much longer the step takes that is predicted to be the fastest of its group,
   relative to the fastest that was measured; groups of at least four rows.
 
@@ -22,6 +27,7 @@ may be larger.
 from __future__ import annotations
 
 import argparse
+import json
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -30,6 +36,7 @@ from typing import Any
 
 import numpy as np
 from _machine import ROOT, publish, table
+from _published_runs import best_case, published_runs, with_framework
 from _published_steps import PublishedSteps, fifths, fit_set, published_steps
 from numpy.typing import NDArray
 
@@ -37,6 +44,8 @@ import pipesim as ps
 from pipesim.errors import CalibrationWarning
 
 Floats = NDArray[np.float64]
+#: Measured over predicted seconds by framework and family of GPUs.
+QUOTIENTS = ROOT / "pipesim" / "analysis" / "published_quotients.json"
 #: Least rows of a group that counts for the regret; rows below which sets have other folds too.
 _LEAST, _FEW = 4, 10
 #: A rate so high that what it prices takes no time.
@@ -216,6 +225,54 @@ def ablation_lines(steps: PublishedSteps) -> list[str]:
             *table(head, body, 1)]  # fmt: skip
 
 
+def framework_lines(sets: Sequence[PublishedSteps]) -> tuple[list[str], dict[str, Any]]:
+    """Return tables of errors by framework and attribute; and the quotients of `QUOTIENTS`."""
+    errors, terms = [], []
+    by_name = defaultdict[str, dict[str, list[float]]](lambda: defaultdict(list))
+    ratios = []
+    for steps in sets:
+        framework, family = steps.rows[0]["framework"], steps.gpu.partition("_")[0]
+        kinds = {"": best_case(steps), framework.name: steps}
+        for name, own in kinds.items():
+            predicted = presets(own)
+            quotients = (steps.seconds / predicted).tolist()
+            by_name[name][family] += quotients
+            errors.append([steps.name if not name else "", str(len(steps.rows)), family,
+                           name or "best case", *accuracy(predicted, steps.seconds),
+                           regret(predicted, steps)])  # fmt: skip
+        ratios.append(np.array(quotients))
+        terms += term_rows(steps, errors[-1][4])
+    for number, own in enumerate(ratios):
+        others = np.concatenate(ratios[:number] + ratios[number + 1 :])
+        low, high = np.quantile(others, [0.1, 0.9])
+        inside = np.mean((low <= own) & (own <= high))
+        errors[2 * number + 1].append(f"{inside:.0%} in {low:.2f} to {high:.2f}")
+        errors[2 * number].append("")
+    every = np.concatenate(ratios)
+    low, high = np.quantile(every, [0.1, 0.9])
+    head = ["set", "rows", "GPU", "framework", *_ACCURACY, "regret, best found", "coverage"]
+    return [
+        "With the framework, and in its best case; nothing fitted:", *table(head, errors, 4), "",
+        f"All {len(every)} rows: mean {np.abs(1 / every - 1).mean():.1%}, signed "
+        f"{(1 / every - 1).mean():+.1%}; 80 % took {low:.2f} to {high:.2f} times as long.", "",
+        "One attribute of the framework as in the best case, mean error (signed):",
+        *table(["set", "attribute", "mean", "signed"], terms, 2),
+    ], {name: {k: sorted(np.round(v, 3).tolist()) for k, v in families.items()}
+        for name, families in by_name.items()}  # fmt: skip
+
+
+def term_rows(steps: PublishedSteps, mean: str) -> list[list[str]]:
+    """Return a row for each attribute of a set's framework that differs from the best case."""
+    framework = steps.rows[0]["framework"]
+    rows = [[steps.name, "none", mean, ""]]
+    for attribute in framework.to_dict():
+        if attribute not in ("name", "source"):
+            changed = with_framework(steps, **{attribute: getattr(ps.Framework(), attribute)})
+            mean, _, _, signed, _ = accuracy(presets(changed), steps.seconds)
+            rows.append(["", attribute, mean, signed])
+    return rows
+
+
 def main() -> None:
     """Print the tables and write them to ``results/benchmarks/published_steps.txt``."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -228,7 +285,9 @@ def main() -> None:
         if options.quick:
             print("\n".join(lines))
             return
-        lines += ["", *fitted_lines(sets), "", *ablation_lines(sets[0])]
+        tables, quotients = framework_lines(published_runs())
+        QUOTIENTS.write_text(json.dumps(quotients, separators=(",", ":")) + "\n")
+        lines += ["", *tables, "", *fitted_lines(sets), "", *ablation_lines(sets[0])]
     folder = ROOT / "results" / "benchmarks"
     publish(["# python benchmarks/published_steps.py", "", *lines], folder / "published_steps.txt")
 

@@ -11,6 +11,10 @@ from pipesim.utils.accessors import add_constructors, add_methods
 
 __all__ = ["AutogradOrders", "Comparison", "audit", "autograd_orders", "replay"]
 
-add_methods(Timeline, why="pipesim.analysis.why:TimelineWhy")
+add_methods(
+    Timeline,
+    interval="pipesim.analysis.prediction_interval:prediction_interval",
+    why="pipesim.analysis.why:TimelineWhy",
+)
 add_methods(TimelineMemory, changes_that_fit="pipesim.analysis.configurations:changes_that_fit")
 add_constructors(Costs, from_timeline="pipesim.analysis.measured_costs:costs_from_timeline")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack, get_args
 
+from pipesim.analysis.prediction_interval import published_errors
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_type, number
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
@@ -235,9 +236,11 @@ def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
 
 
 def _notes(problem: PlanProblem) -> tuple[str, ...]:
-    """Return assumptions to show beside the results."""
-    if not problem.cluster.is_mixed:
+    """Return assumptions and errors to show beside the results."""
+    if isinstance(problem.model, Layers):
         return ()
+    if not problem.cluster.is_mixed:
+        return (published_errors(problem.parallel.framework, problem.cluster.gpus[0]),)
     return (
         "GPUs differ: each stage takes the seconds of the slowest GPU that holds it in any "
         "replica, the one with the longest F and B of a layer.",

@@ -27,6 +27,7 @@ from pipesim.utils.jit import kernel
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pipesim.analysis.prediction_interval import prediction_interval
     from pipesim.analysis.why import TimelineWhy
     from pipesim.plot.accessors import TimelinePlot
     from pipesim.plot.page.save import item_to_html
@@ -108,6 +109,7 @@ class Timeline:
     if TYPE_CHECKING:  # registered by the rooms that have them
         from_chrome = staticmethod(timeline_from_chrome)
         from_table = staticmethod(timeline_from_table)
+        interval = prediction_interval
         memory = Accessor(TimelineMemory)
         mfu = mfu
         plot = Accessor(TimelinePlot)

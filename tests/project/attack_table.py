@@ -52,6 +52,11 @@ def costs() -> ps.Costs:
 
 
 @cache
+def sheet_timeline() -> ps.Timeline:
+    costs = model().costs(2, gpu="h100_sxm", microbatch_size=1)
+    return ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2), step="none"), costs)
+
+
 def timeline() -> ps.Timeline:
     return ps.simulate(graph(), costs())
 
@@ -326,6 +331,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline": lambda _: {
         "graph": graph(), "start": timeline().start, "end": timeline().end},
     "ps.Timeline.all_rows": lambda _: {"self": timeline()},
+    "ps.Timeline.interval": lambda _: {"self": sheet_timeline()},
     "ps.Timeline.memory.changes_that_fit": lambda _: {"self": replace(timeline(), limits=1.0)},
     "ps.Timeline.check_complete": lambda _: {"self": timeline(), "purpose": "a test"},
     "ps.TaskGraph.to_networkx": lambda _: {"self": graph()},
