@@ -231,6 +231,7 @@ _PLAN_TEXTS = {
     "n_jobs": "processes; -1: one a core (default: 1)",
     "flash_attention": "the attention core is one fused kernel (default: true)",
     "framework": "what the training framework does, by name (default: the best case)",
+    "precision": "number format of linear products of layers (default: bf16)",
 }
 
 

@@ -20,6 +20,12 @@ formula of `pipesim.GPU`, kernels of at least 8 heads are within 13 % of the mea
 other A100 are assumed to have their share. Other GPUs have the share of products: published kernels
 of H100 reach 0.35 to 0.59 of the nominal FLOP/s, which depends on the kernel more than on the GPU.
 
+Linear products in 8 or 4 bits reach fewer times the FLOP/s of 16 bits than data sheets say. H100:
+1.65 with FP8, with which whole steps of Llama, GPT-3 and Nemotron are predicted best [6]_; data
+sheets have 2. Kernels alone reach 1.90 on H200, and 1.92 (FP8), 1.83 (MXFP8) and 3.48 (NVFP4) on
+B300 [7]_, which training is assumed to lower as on H100: by 13 %. Other Blackwell GPUs are assumed
+to have the ratios of B300, and other GPUs whose data sheets have FP8 that of H100.
+
 Shares of bandwidth, 0.85, are assumed for all: large copies reach 0.9 and more, the element-wise
 kernels of a training step less.
 
@@ -35,12 +41,18 @@ References
 .. [4] MooreThreads, SimuMax, https://github.com/MooreThreads/SimuMax, docs/b200
 .. [5] the same, configs/system: a100_pcie.json and b200_bf16_ceperm.json, which have speeds of
    kernels of Transformer Engine by their shapes
+.. [6] NVIDIA, https://github.com/NVIDIA/dgxc-benchmarking, tables of H100
+.. [7] NVIDIA, https://github.com/NVIDIA/TransformerEngine,
+   docs/examples/gemm_profiling/gemm_profiling.rst
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from pipesim.models.precision import FORMATS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,6 +73,7 @@ class DataSheet:
     bandwidth_efficiency: float = 0.85
     attention_efficiency: float | None = None  # None for flops_efficiency
     architecture: str = ""  # of measured attention kernels (`pipesim.models.attention_rates`)
+    product_ratios: Mapping[str, float] = field(default_factory=dict)  # by precision
 
     @property
     def attention_ratio(self) -> float:
@@ -74,6 +87,8 @@ _A100_PCIE, _MI250X = (0.81, "large products"), (0.77, "large products")
 _MI300X, _MI325X = (0.51, "large products"), (0.60, "large products")
 _LIKE_A100, _LIKE_H100, _LIKE_B200 = (0.83, "as A100"), (0.60, "as H100"), (0.45, "as B200")
 _ON_A100, _ON_B200 = 0.69, 0.54  # of fused attention
+_HOPPER = {"fp8": 1.65}
+_BLACKWELL = {"fp8": 1.67, "mxfp8": 1.59, "nvfp4": 3.02}
 _H20, _ASSUMED = (0.80, "large products of H100"), (0.7, "assumed")
 
 _NVIDIA, _AMD = "https://www.nvidia.com/en-us/data-center/", "https://www.amd.com/en/products/"
@@ -107,24 +122,32 @@ DATA_SHEETS = {
     "a800_80gb": DataSheet("NVIDIA A800 SXM 80 GB", 312e12, 2039e9, 80e9, 108, *_LIKE_A100, 2,
                            attention_efficiency=_ON_A100),
     "h100_sxm": DataSheet("NVIDIA H100 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_H100, 3,
-                          architecture="h100"),
-    "h100_pcie": DataSheet("NVIDIA H100 PCIe 80 GB", 756e12, 2000e9, 80e9, 114, *_LIKE_H100, 3),
-    "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, 132, *_LIKE_H100, 3),
+                          architecture="h100", product_ratios=_HOPPER),
+    "h100_pcie": DataSheet("NVIDIA H100 PCIe 80 GB", 756e12, 2000e9, 80e9, 114, *_LIKE_H100, 3,
+                           product_ratios=_HOPPER),
+    "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, 132, *_LIKE_H100, 3,
+                          product_ratios=_HOPPER),
     "h200": DataSheet("NVIDIA H200 SXM 141 GB", 989.4e12, 4800e9, 141e9, 132, *_LIKE_H100, 4,
-                      architecture="h100"),
+                      architecture="h100", product_ratios=_HOPPER),
     "h800": DataSheet("NVIDIA H800 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_LIKE_H100, 13,
-                      architecture="h100"),
-    "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, 78, *_H20, 13),
+                      architecture="h100", product_ratios=_HOPPER),
+    "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, 78, *_H20, 13,
+                     product_ratios=_HOPPER),
     "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, 148, *_B200, 5,
-                      attention_efficiency=_ON_B200),
+                      attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
     "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, 148, *_LIKE_B200, 6,
-                       attention_efficiency=_ON_B200),
-    "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, 142, *_ASSUMED, 7),
-    "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, 58, *_ASSUMED, 8),
-    "rtx_4090": DataSheet("NVIDIA RTX 4090 24 GB", 165.2e12, 1008e9, 24e9, 128, *_ASSUMED, 9),
+                       attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
+    "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, 142, *_ASSUMED, 7,
+                      product_ratios=_HOPPER),
+    "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, 58, *_ASSUMED, 8,
+                    product_ratios=_HOPPER),
+    "rtx_4090": DataSheet("NVIDIA RTX 4090 24 GB", 165.2e12, 1008e9, 24e9, 128, *_ASSUMED, 9,
+                          product_ratios=_HOPPER),
     "mi250x": DataSheet("AMD MI250X 128 GB, both dies", 383e12, 3277e9, 128e9, 220, *_MI250X, 10),
-    "mi300x": DataSheet("AMD MI300X 192 GB", 1307.4e12, 5300e9, 192e9, 304, *_MI300X, 11),
-    "mi325x": DataSheet("AMD MI325X 256 GB", 1307.4e12, 6000e9, 256e9, 304, *_MI325X, 12),
+    "mi300x": DataSheet("AMD MI300X 192 GB", 1307.4e12, 5300e9, 192e9, 304, *_MI300X, 11,
+                        product_ratios=_HOPPER),
+    "mi325x": DataSheet("AMD MI325X 256 GB", 1307.4e12, 6000e9, 256e9, 304, *_MI325X, 12,
+                        product_ratios=_HOPPER),
 }  # fmt: skip
 
 
@@ -138,7 +161,8 @@ def gpus() -> pd.DataFrame:
         (bytes/s) and ``memory`` (bytes); ``multiprocessors``; ``flops_efficiency`` and
         ``bandwidth_efficiency``, the shares of these rates that kernels reach (0..1);
         ``attention_efficiency``, that of fused attention if it has its own; ``basis`` of the
-        efficiencies; ``source`` of the nominal values.
+        efficiencies; ``fp8_ratio``, ``mxfp8_ratio`` and ``nvfp4_ratio``, FLOP/s of linear products
+        over those in 16 bits, 0 where the GPU lacks the format; ``source`` of the nominal values.
 
     Examples
     --------
@@ -149,7 +173,11 @@ def gpus() -> pd.DataFrame:
     from pipesim.utils.packages import pandas as pd
 
     rows = {
-        name: {**vars(sheet), "source": SOURCES[sheet.source]}
+        name: {
+            **{k: v for k, v in vars(sheet).items() if k != "product_ratios"},
+            **{f"{x}_ratio": sheet.product_ratios.get(x, 0.0) for x in FORMATS},
+            "source": SOURCES[sheet.source],
+        }
         for name, sheet in DATA_SHEETS.items()
     }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")

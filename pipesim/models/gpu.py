@@ -12,6 +12,7 @@ from pipesim.errors import ArgumentError, check_list, check_name, check_text, ch
 from pipesim.models.attention_rates import AttentionKernel, attention_flops, slower
 from pipesim.models.data_sheets import DATA_SHEETS
 from pipesim.models.model_sizes import check_size, checked_value
+from pipesim.models.precision import FORMATS, Precision
 from pipesim.network.network import Network
 from pipesim.network.sources import EFFICIENCY
 from pipesim.utils.files import check_path, read_json
@@ -53,6 +54,8 @@ class Kernel(NamedTuple):
     is_misaligned
         Whether it is a product whose rows do not begin at multiples of 16 bytes, which tensor cores
         need. It takes 16 times as long, as on A100 without them (19.5 of 312 TFLOP/s).
+    precision
+        Number format of its operands; other than 16 bits for linear products of layers only.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Kernel(NamedTuple):
     sequence: float = 0.0
     is_backward: bool = False
     is_misaligned: bool = False
+    precision: Precision = "bf16"
 
     @property
     def is_product(self) -> bool:
@@ -89,6 +93,7 @@ _UNITS = {
     "half_depth": "elements",
     "synchronization": "seconds",
     "attention_half_depth": "elements",
+    **{f"{name}_ratio": "times flops" for name in FORMATS},
 }
 #: Assumptions of `GPU.preset`: seconds of the host's launch of a kernel, and of its own overhead;
 #: depth at half the rate.
@@ -119,6 +124,8 @@ class GPU:
     Kernels whose `Kernel` says so differ from this formula:
 
     - One with a ``share`` reaches that share of both rates.
+    - Products with a ``precision`` below 16 bits have its ratio, such as ``fp8_ratio``, times
+      ``flops``.
     - Products in a group (``is_grouped``), one for each expert, have no waves, since those of
       several experts run at the same time. Their memory takes its seconds in addition to their
       FLOPs: each tile is a large part of its product, so that few others hide its loads and stores.
@@ -169,6 +176,8 @@ class GPU:
     attention_ratio
         FLOP/s of fused attention with deep heads, forward and backward together, over ``flops``;
         1 by default.
+    fp8_ratio, mxfp8_ratio, nvfp4_ratio
+        FLOP/s of linear products in a format over ``flops``; 0 (the default) if the GPU lacks it.
     name
         Name for tables; empty for none.
 
@@ -195,6 +204,9 @@ class GPU:
     name: str = ""
     attention_half_depth: float | None = None
     attention_ratio: float = 1.0
+    fp8_ratio: float = 0.0
+    mxfp8_ratio: float = 0.0
+    nvfp4_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         for field, unit in {**_RATES, **_UNITS}.items():
@@ -257,6 +269,7 @@ class GPU:
             multiprocessors=sheet.multiprocessors,
             peak_flops=sheet.flops,
             name=name,
+            **{f"{precision}_ratio": x for precision, x in sheet.product_ratios.items()},
         )
 
     def scaled(self, part: float) -> GPU:
@@ -302,6 +315,8 @@ class GPU:
         compute = kernel.flops * shallow * self._waves(kernel) / flops
         if kernel.is_misaligned:
             compute *= _MISALIGNED
+        if kernel.precision in FORMATS:
+            compute /= product_ratio(self, kernel.precision)
         if (measured := self._measured_attention(kernel)) is not None:
             compute = kernel.flops / (measured * kernel.share)
         return {
@@ -369,6 +384,21 @@ class GPU:
         operation: list[Kernel] = check_list("kernels", kernels, "kernels")
         busy = sum(map(self.kernel_seconds, operation))
         return max(busy, self.launch * sum(kernel.n_kernels for kernel in operation))
+
+
+def product_ratio(gpu: GPU, precision: Precision) -> float:
+    """Return the FLOP/s of linear products of layers in a format over those in 16 bits."""
+    if precision not in FORMATS:
+        return 1.0
+    ratio: float = getattr(gpu, f"{precision}_ratio")
+    if not ratio:
+        able = [name for name, sheet in DATA_SHEETS.items() if precision in sheet.product_ratios]
+        raise ArgumentError(
+            f'precision="{precision}", but {gpu.name or "the GPU"} has no products of this format; '
+            f'give precision="bf16", a GPU such as {", ".join(able)}, or {precision}_ratio of your '
+            "GPU"
+        )
+    return ratio
 
 
 def as_gpu(gpu: GPU | Mapping[str, Any] | Path | str) -> GPU:

@@ -41,9 +41,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesim.models.gpu import GPU, Kernel, as_gpu
+from pipesim.models.precision import FORMATS, Precision
 from pipesim.models.shard_sizes import (
     ALIGNED,
     FP32_BYTES,
@@ -76,9 +78,13 @@ class OperationKernels(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """Numbers of one shard that formulas of kernels share."""
+    """Numbers of one shard that formulas of kernels share.
+
+    ``precision`` is that of linear products.
+    """
 
     shard: Shard
+    precision: Precision = "bf16"
 
     @property
     def tokens(self) -> int:
@@ -95,18 +101,39 @@ class KernelSizes:
         """Bytes of an element of a dropout's mask; 0 without dropout."""
         return MASK_BYTES * self.shard.model.dropout
 
-    def product(self, name: str, rows: float, columns: float, depth: float) -> Kernel:
-        """Return a matrix product whose operands and result are in 16 bits."""
-        e = self.shard.model.bytes_per_activation
-        nbytes = e * (rows * depth + depth * columns + rows * columns)
-        return Kernel(name, 2 * rows * columns * depth, nbytes, depth)
+    @property
+    def operand_bytes(self) -> float:
+        """Bytes of an element of a product's operands."""
+        own = FORMATS.get(self.precision)
+        return self.shard.model.bytes_per_activation if own is None else own.operand
 
-    def forward_product(self, name: str, matrix: Matrix, rows: float | None = None) -> Kernel:
+    def cast(self, name: str, elements: float) -> tuple[Kernel, ...]:
+        """Return the cast of a tensor to the format of operands; none for 16 bits."""
+        own = FORMATS.get(self.precision)
+        return () if own is None else (Kernel(f"{name} cast", nbytes=own.cast * elements),)
+
+    def product(self, name: str, rows: float, columns: float, depth: float) -> tuple[Kernel, ...]:
+        """Return a matrix product, after the cast of its rows, unless a norm wrote them so.
+
+        Its result is in 16 bits.
+        """
+        nbytes = self.operand_bytes * (rows * depth + depth * columns)
+        nbytes += self.shard.model.bytes_per_activation * rows * columns
+        product = Kernel(
+            name, 2 * rows * columns * depth, nbytes, depth, precision=self.precision
+        )  # fmt: skip
+        return (product,) if name in _FROM_NORM else (*self.cast(name, rows * depth), product)
+
+    def forward_product(
+        self, name: str, matrix: Matrix, rows: float | None = None
+    ) -> tuple[Kernel, ...]:
         """Return the product of a linear map of ``rows`` tokens, T by default, forward."""
         tokens = self.tokens if rows is None else rows
         return self.product(name, tokens, matrix.outputs, matrix.inputs)
 
-    def input_grad(self, name: str, matrix: Matrix, rows: float | None = None) -> Kernel:
+    def input_grad(
+        self, name: str, matrix: Matrix, rows: float | None = None
+    ) -> tuple[Kernel, ...]:
         """Return the product of the gradient of a linear map's input."""
         tokens = self.tokens if rows is None else rows
         return self.product(f"{name} input", tokens, matrix.inputs, matrix.outputs)
@@ -126,12 +153,16 @@ class KernelSizes:
             kernels.append(self.accumulation(f"{name} bias", outputs))
         return tuple(kernels)
 
-    def grouped(self, name: str, matrix: Matrix, rows: float, n: int) -> Kernel:
-        """Return the products of n experts, which share ``rows`` tokens."""
-        e = self.shard.model.bytes_per_activation
+    def grouped(self, name: str, matrix: Matrix, rows: float, n: int) -> tuple[Kernel, ...]:
+        """Return the products of n experts, which share ``rows`` tokens, after their cast."""
         inputs, outputs = matrix
-        nbytes = e * (rows * inputs + n * inputs * outputs + rows * outputs)
-        return Kernel(name, 2 * rows * outputs * inputs, nbytes, inputs, n, is_grouped=True)
+        nbytes = self.operand_bytes * (rows * inputs + n * inputs * outputs)
+        nbytes += self.shard.model.bytes_per_activation * rows * outputs
+        product = Kernel(
+            name, 2 * rows * outputs * inputs, nbytes, inputs, n, is_grouped=True,
+            precision=self.precision,
+        )  # fmt: skip
+        return (*self.cast(name, rows * inputs), product)
 
     def grouped_weight_grad(
         self, name: str, matrix: Matrix, rows: float, n: int
@@ -144,11 +175,13 @@ class KernelSizes:
         """Return the gradients of n weights of one shape, and their sums."""
         model = self.shard.model
         inputs, outputs = matrix
-        e, g, size = model.bytes_per_activation, model.bytes_per_gradient, inputs * outputs
+        g, size = model.bytes_per_gradient, inputs * outputs
         fused = fuses_weight_grads(self.shard)
         written = 2 * g if fused else model.bytes_per_parameter
-        nbytes = e * tokens * (inputs + outputs) + written * size * n
-        product = Kernel(f"{name} weight", 2 * tokens * size, nbytes, tokens / n, n)
+        nbytes = self.operand_bytes * tokens * (inputs + outputs) + written * size * n
+        product = Kernel(
+            f"{name} weight", 2 * tokens * size, nbytes, tokens / n, n, precision=self.precision
+        )
         return [product] if fused else [product, self.accumulation(name, size * n, n)]
 
     def accumulation(self, name: str, size: float, n_kernels: int = 1) -> Kernel:
@@ -164,6 +197,8 @@ class KernelSizes:
 _FUSED_LOSS_SHARE = 0.44
 #: Linear maps to latent vectors: each GPU has them whole, for its own tokens.
 _TO_LATENT = ("query down", "kv down")
+#: Linear maps whose input a norm writes in the format of operands.
+_FROM_NORM = ("qkv", "up", "query up", "kv up")
 
 
 class LayerSegments(NamedTuple):
@@ -184,7 +219,7 @@ def layer_kernels(shard: Shard, *, experts: bool = False) -> OperationKernels:
             rest.weight_grad + middle.weight_grad + attention.weight_grad,
             attention.recompute + middle.recompute + rest.recompute,
         )
-    sizes = KernelSizes(shard)
+    sizes = KernelSizes(shard, shard.precision)
     core = attention_core(sizes)
     norm, residual = _norm_and_residual(sizes)
     first = _attention(sizes, core)
@@ -206,7 +241,7 @@ def layer_kernels(shard: Shard, *, experts: bool = False) -> OperationKernels:
 
 def layer_segments(shard: Shard) -> LayerSegments:
     """Return the kernels of a layer with experts between its exchanges."""
-    sizes = KernelSizes(shard)
+    sizes = KernelSizes(shard, shard.precision)
     core = attention_core(sizes)
     norm, residual = _norm_and_residual(sizes)
     first, (before, middle, after) = _attention(sizes, core), expert_kernels(sizes)
@@ -271,16 +306,23 @@ def _attention(sizes: KernelSizes, core: OperationKernels) -> OperationKernels:
     copies, copies_back = _attention_copies(sizes)
     rotary, rotary_back = (rotary_kernels(sizes, is_backward=x) for x in (False, True))
     return OperationKernels(
-        (*inputs, *latent_norms(sizes, 2), *rotary, *copies, *core.forward, projection),
         (
-            last,
+            *chain.from_iterable(inputs),
+            *latent_norms(sizes, 2),
+            *rotary,
+            *copies,
+            *core.forward,
+            *projection,
+        ),
+        (
+            *last,
             *core.input_grad,
             *copies_back,
             *rotary_back,
             *latent_norms(sizes, 3),
-            *reversed(input_grads),
+            *chain.from_iterable(reversed(input_grads)),
         ),
-        tuple(kernel for own in reversed(weights) for kernel in own),
+        tuple(chain.from_iterable(reversed(weights))),
     )
 
 
@@ -315,14 +357,14 @@ def _mlp(sizes: KernelSizes, maps: Mapping[str, Matrix], prefix: str = "") -> Op
         added = (Kernel(f"{up_name} sum", nbytes=3 * e * model.hidden_size * sizes.tokens),)
     return OperationKernels(
         (
-            sizes.forward_product(up_name, up),
+            *sizes.forward_product(up_name, up),
             Kernel(activation, nbytes=e * accesses[0] * sizes.tokens, n_kernels=kernels[0]),
-            sizes.forward_product(down_name, down),
+            *sizes.forward_product(down_name, down),
         ),
         (
-            sizes.input_grad(down_name, down),
+            *sizes.input_grad(down_name, down),
             Kernel(activation, nbytes=e * accesses[1] * sizes.tokens, n_kernels=kernels[1]),
-            sizes.input_grad(up_name, up),
+            *sizes.input_grad(up_name, up),
             *added,
         ),
         (*sizes.weight_grad(down_name, down), *sizes.weight_grad(up_name, up)),
@@ -376,9 +418,9 @@ def head_kernels(shard: Shard) -> OperationKernels:
         losses = (fused,)
         losses_back = (fused._replace(nbytes=2 * e * logits, n_kernels=1),)
     return OperationKernels(
-        (norm, sizes.product("logits", sizes.tokens, v, h), *losses),
+        (norm, *sizes.product("logits", sizes.tokens, v, h), *losses),
         (
-            *losses_back, sizes.product("logits input", sizes.tokens, h, v),
+            *losses_back, *sizes.product("logits input", sizes.tokens, h, v),
             norm._replace(nbytes=3 * e * h * sizes.share),
         ),
         sizes.weight_grad("logits", Matrix(h, v), bias=False),
@@ -561,6 +603,7 @@ def expert_kernels(sizes: KernelSizes) -> LayerSegments:
 
 def _router(sizes: KernelSizes) -> OperationKernels:
     shard, model = sizes.shard, sizes.shard.model
+    sizes = KernelSizes(shard)  # scores are as exact in any precision
     tokens, h, e = shard.expert_tokens, model.hidden_size, model.bytes_per_activation
     matrix = Matrix(h, model.n_experts)
     scores = 2 * FP32_BYTES * tokens * model.n_experts
@@ -570,8 +613,8 @@ def _router(sizes: KernelSizes) -> OperationKernels:
     branches = 1 + (model.shared_experts > 0)
     added = Kernel("router residual", nbytes=3 * e * h * tokens * branches, n_kernels=branches)
     return OperationKernels(
-        (sizes.forward_product("router", matrix, tokens), top_k, permutation),
-        (permutation, top_k_back, sizes.input_grad("router", matrix, tokens), added),
+        (*sizes.forward_product("router", matrix, tokens), top_k, permutation),
+        (permutation, top_k_back, *sizes.input_grad("router", matrix, tokens), added),
         sizes.weight_grad("router", matrix, bias=False, rows=tokens),
     )
 
@@ -592,16 +635,16 @@ def _experts(sizes: KernelSizes) -> OperationKernels:
     return OperationKernels(
         (
             *sort,
-            sizes.grouped("experts up", up, tokens, n),
+            *sizes.grouped("experts up", up, tokens, n),
             Kernel("experts activation", nbytes=e * (width + u) * tokens),
-            sizes.grouped("experts down", down, tokens, n),
+            *sizes.grouped("experts down", down, tokens, n),
             *sort,
         ),
         (
             *sort,
-            back[0],
+            *back[0],
             Kernel("experts activation", nbytes=e * (2 * width + u) * tokens),
-            back[1],
+            *back[1],
             *sort,
         ),
         (

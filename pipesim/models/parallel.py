@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 from pipesim.errors import ArgumentError, check_name
 from pipesim.models.framework import BEST_CASE, Framework, as_framework
 from pipesim.models.model_sizes import Amount, OptionalSize, Size
+from pipesim.models.precision import Precision
 from pipesim.models.routing import UNIFORM, Routing, as_routing
 from pipesim.utils.checks import checked
 
@@ -111,6 +112,12 @@ class Parallel:
     framework
         What the training framework does, as a `pipesim.Framework`, the name of a preset, or a
         mapping of its attributes; None (the default) for the best case.
+    precision
+        Number format of linear products of layers and of experts: ``"bf16"`` (the default),
+        ``"fp16"``, ``"fp8"`` (a scale for each tensor), ``"mxfp8"`` or ``"nvfp4"``. Both formats of
+        16 bits cost the same. `pipesim.models.precision` says what stays in 16 bits, and
+        `pipesim.gpus` which GPU has which. It changes no seconds that follow from
+        ``flops_per_second``.
 
     Examples
     --------
@@ -142,6 +149,7 @@ class Parallel:
     dispatch_element_bytes: Amount = 0.0
     gradient_passes: bool = False
     framework: Framework = BEST_CASE
+    precision: Precision = "bf16"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -210,6 +218,7 @@ class FixedSettings(TypedDict, total=False):
     dispatch_element_bytes: float
     gradient_passes: bool
     framework: Framework | Mapping[str, Any] | str | None
+    precision: Precision
 
 
 class ParallelSettings(FixedSettings, total=False):

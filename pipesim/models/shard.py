@@ -13,6 +13,7 @@ from pipesim.errors import ArgumentError
 from pipesim.models.model_sizes import OptionalSize, check_divides, check_size
 from pipesim.models.parallel import Parallel
 from pipesim.models.placed_split import stage_sizes
+from pipesim.models.precision import FORMATS
 from pipesim.models.routing import Routing
 from pipesim.models.shard_sizes import (
     FP32_BYTES,
@@ -81,6 +82,12 @@ class Shard(Parallel):
     def tokens(self) -> int:
         """Tokens of a micro-batch on one GPU: bs/c."""
         return self.microbatch_size * self.model.sequence_length // self.context_parallel
+
+    @property
+    def operand_bytes(self) -> float:
+        """Bytes of an element that linear products of layers read, and keep for W."""
+        own = FORMATS.get(self.precision)
+        return self.model.bytes_per_activation if own is None else own.operand
 
     @property
     def attended(self) -> float:
@@ -173,7 +180,8 @@ class Shard(Parallel):
         """Bytes that W of a layer needs: each linear map's input, and the gradient of its output.
 
         32sbh with GPT-3's shape (arXiv 2401.10241, table 1), sbh(8 + 24/t) with tensor
-        parallelism, and 32sbh/t with sequence parallelism, if gathered tensors are not kept.
+        parallelism, and 32sbh/t with sequence parallelism, if gathered tensors are not kept. They
+        have `operand_bytes`.
         """
         model = self.model
         if model.kv_rank:
@@ -182,9 +190,7 @@ class Shard(Parallel):
         # Q, K and V, and the inputs of projection, activation and down.
         split = 2 * model.query_size + 2 * model.kv_size + (model.mlp_inputs + 1) * model.ffn_size
         return (
-            self.tokens
-            * model.bytes_per_activation
-            * (whole / self._whole + split / self.tensor_parallel)
+            self.tokens * self.operand_bytes * (whole / self._whole + split / self.tensor_parallel)
         )
 
     @property
@@ -398,7 +404,7 @@ class Shard(Parallel):
     def _kept_by_maps(self, maps: Mapping[str, Matrix], tokens: float) -> float:
         """Return the bytes of inputs of linear maps, and of the gradients of their outputs."""
         elements = sum(matrix.inputs + matrix.outputs for matrix in maps.values())
-        return tokens * self.model.bytes_per_activation * elements
+        return tokens * self.operand_bytes * elements
 
     @property
     def _whole(self) -> int:

@@ -134,13 +134,15 @@ def exposed_seconds(shard: Shard) -> Callable[[str, float, float], float] | None
     method = shard.framework.tensor_overlap
     if method == "none" or not shard.sequence_parallel or shard.tensor_parallel == 1:
         return None
+    e = shard.model.bytes_per_activation
+    scattered = e / (e + shard.operand_bytes) if e else 0.5  # share of reduce-scatters
 
     def exposed(part: str, seconds: float, products: float) -> float:
         if method == "async":
             return max(0.5 * seconds, seconds - products)
         over = max(0.0, seconds - products)
         if part in ("forward", "recompute"):
-            return seconds / 8 + 0.055 * products + over
+            return scattered * seconds / 4 + 0.055 * products + over
         return 0.06 * seconds + over
 
     return exposed
@@ -224,19 +226,26 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
             *_whole_expert_collectives(shard, one),
         )
     half = Collective(nbytes, is_half=True)
-    two, four = half._replace(n_collectives=2), half._replace(n_collectives=4)
-    layer = PartCollectives((four,), (four,), (two,), (four,) if full else ())
+    gather = _gather(shard)
+    gathers, scatters = gather._replace(n_collectives=2), half._replace(n_collectives=2)
+    both = (gathers, scatters)
+    layer = PartCollectives(both, both, (gathers,), both if full else ())
     if model.kv_rank:  # latent vectors are gathered before their maps to heads
         latent = half._replace(nbytes=_latent_bytes(shard))
-        three = half._replace(n_collectives=3)
-        forward = (latent, three)
-        layer = PartCollectives(forward, forward, (latent, half), forward if full else ())
+        forward, backward = (latent, gather, scatters), (latent, gathers, half)
+        layer = PartCollectives(forward, backward, (latent, gather), forward if full else ())
     return GroupCollectives(
         layer,
         PartCollectives((half,), (half,)),
         PartCollectives((half, loss), (half,), (half,)),
         *_expert_collectives(shard, half),
     )
+
+
+def _gather(shard: Shard) -> Collective:
+    """Return the all-gather of an operand of a product, in the format of operands."""
+    nbytes = shard.tokens * shard.model.hidden_size * shard.operand_bytes
+    return Collective(nbytes, is_half=True)
 
 
 def _latent_bytes(shard: Shard) -> float:
@@ -271,12 +280,15 @@ def _expert_collectives(shard: Shard, half: Collective) -> tuple[PartCollectives
     model, full = shard.model, shard.recompute == "full"
     if not model.n_experts:
         return PartCollectives(), PartCollectives()
-    first = half._replace(nbytes=_latent_bytes(shard)) if model.kv_rank else half
-    gathers: tuple[Collective, ...] = (first, half)
-    again: tuple[Collective, ...] = (first,)
+    gather, latent = _gather(shard), half._replace(nbytes=_latent_bytes(shard))
+    forward: tuple[Collective, ...] = (gather, half)
+    backward, again = forward, forward[:1]
+    if model.kv_rank:
+        forward, backward, again = (latent, half), (latent, gather), (latent,)
     if model.shared_experts:
-        gathers, again = (*gathers, half._replace(n_collectives=2)), (*again, half)
-    attention = PartCollectives(gathers, gathers, again, gathers if full else ())
+        forward, backward = ((*own, gather, half) for own in (forward, backward))
+        again = (*again, gather)
+    attention = PartCollectives(forward, backward, again, forward if full else ())
     if shard.expert_tensor_size == 1:
         return attention, PartCollectives()
     nbytes = shard.routed_tokens * model.hidden_size * model.bytes_per_activation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -80,6 +80,21 @@ def shared_matrices(shard: Shard) -> dict[str, Matrix]:
     if not u:
         return {}
     return {"shared up": Matrix(h, model.mlp_inputs * u), "shared down": Matrix(u, h)}
+
+
+def linear_elements(shard: Shard) -> tuple[float, float]:
+    """Return the parameters of linear maps of a layer without experts, and with, on one GPU.
+
+    Biases and the router are not among them.
+    """
+
+    def total(maps: Mapping[str, Matrix], n: int = 1) -> float:
+        return n * sum(matrix.inputs * matrix.outputs for matrix in maps.values())
+
+    experts = total({**attention_matrices(shard), **shared_matrices(shard)})
+    return total(layer_matrices(shard)), experts + total(
+        routed_matrices(shard), shard.local_experts
+    )
 
 
 def fuses_weight_grads(shard: Shard) -> bool:

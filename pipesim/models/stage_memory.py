@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipesim.models.precision import FORMATS
 from pipesim.models.shard_sizes import (
     FP32_BYTES,
     MASK_BYTES,
@@ -40,6 +41,7 @@ from pipesim.models.shard_sizes import (
     attention_matrices,
     fuses_weight_grads,
     layer_matrices,
+    linear_elements,
     routed_matrices,
     shared_matrices,
     stage_keys,
@@ -67,7 +69,8 @@ class Operation(NamedTuple):
 class Tensors(NamedTuple):
     """Bytes of the tensors of a shard; see the table of `pipesim.models.stage_memory`.
 
-    ``mask`` is that of a dropout.
+    ``mask`` is that of a dropout. ``operand`` is no tensor, but the bytes of an element that
+    products keep for W over those of an activation.
     """
 
     hidden: float
@@ -83,6 +86,7 @@ class Tensors(NamedTuple):
     logits: float
     softmax: float
     mask: float
+    operand: float
 
 
 def shard_tensors(shard: Shard) -> Tensors:
@@ -105,6 +109,7 @@ def shard_tensors(shard: Shard) -> Tensors:
         logits=e * tokens * model.vocabulary_size / t,
         softmax=FP32_BYTES * tokens * model.vocabulary_size / t,
         mask=MASK_BYTES * tokens * model.hidden_size * model.dropout / share,
+        operand=shard.operand_bytes / e if e else 1.0,
     )
 
 
@@ -154,7 +159,7 @@ def _attention(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
         inputs = (
             Operation(
                 "qkv",
-                x.hidden,
+                x.operand * x.hidden,
                 x.gathered + outputs,
                 outputs + x.all_hidden + x.gathered + reduced + x.hidden + weight["qkv"],
             ),
@@ -165,7 +170,7 @@ def _attention(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
         _core(shard, x),
         Operation(
             "projection",
-            x.output,
+            x.operand * x.output,
             x.all_hidden + reduced,
             branch + x.gathered + x.output + weight["projection"],
         ),
@@ -181,14 +186,14 @@ def _mlp(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
         norm_operation(x),
         Operation(
             "up",
-            x.hidden,
+            x.operand * x.hidden,
             x.gathered + up,
             up + x.all_hidden + x.gathered + reduced + x.hidden + weight["up"],
         ),
         Operation("activation", up, x.inner, x.inner + up + x.hidden),
         Operation(
             "down",
-            x.inner,
+            x.operand * x.inner,
             x.all_hidden + reduced,
             branch + x.gathered + x.inner + weight["down"],
         ),
@@ -206,7 +211,8 @@ def _core(shard: Shard, x: Tensors) -> Operation:
     model, pair = shard.model, x.keys + x.values
     kept, gradients = x.queries + pair, x.queries + x.output + pair + x.hidden
     if shard.flash_attention:
-        core, once = x.rows, x.output
+        own = x.output * (x.operand < 1)  # the projection keeps it otherwise
+        core, once = x.rows + own, x.output - own
         sums = FP32_BYTES * shard.tokens * model.query_size
         gradients += sums / shard.tensor_parallel + x.rows
     else:
@@ -283,6 +289,8 @@ def stage_workspaces(shard: Shard, sizes: Sequence[int]) -> dict[str, tuple[floa
 def _workspaces(shard: Shard) -> Callable[[StageKey], tuple[float, float]]:
     """Return the workspace of F and of B of a stage as a function that keeps its results."""
     ends = (embedding_operations(shard), head_operations(shard))
+    dense, experts = linear_elements(shard)
+    copies = 2 * shard.operand_bytes if shard.precision in FORMATS else 0.0
 
     @cache
     def workspaces(key: StageKey) -> tuple[float, float]:
@@ -293,7 +301,8 @@ def _workspaces(shard: Shard) -> Callable[[StageKey], tuple[float, float]]:
             *(ends[1] if key.is_last else ()),
         )
         backward = _most(operations, "backward") + _weight_grad_buffers(shard, key)
-        return _most(operations, "forward"), backward
+        held = copies * key.total(dense, experts=experts)
+        return _most(operations, "forward") + held, backward + held
 
     return workspaces
 
@@ -392,14 +401,14 @@ def expert_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
         Operation("dispatch", 0.0, output + sent + moved, sent + moved + 2 * x.hidden),
         Operation(
             "experts up",
-            received,
+            x.operand * received,
             output + moved + up,
             up + received + 2 * x.hidden + grads["experts up"],
         ),
         Operation("experts activation", up, output + inner, inner + up + 2 * x.hidden),
         Operation(
             "experts down",
-            inner,
+            x.operand * inner,
             output + received,
             received + inner + 2 * x.hidden + grads["experts down"],
         ),
@@ -410,7 +419,7 @@ def expert_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
 
 
 def _shared_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
-    """Return the operations of the shared experts, whose input the router keeps."""
+    """Return the operations of the shared experts, whose input the router keeps, in 16 bits."""
     maps = shared_matrices(shard)
     if not maps:
         return ()
@@ -420,12 +429,12 @@ def _shared_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     width, inner = token * up.outputs, token * down.inputs
     return (
         Operation(
-            "shared up", 0.0, x.gathered + width, width + x.gathered + 3 * x.hidden
-            + weight["shared up"],
+            "shared up", x.operand * x.hidden * (x.operand < 1), x.gathered + width,
+            width + x.gathered + 3 * x.hidden + weight["shared up"],
         ),
         Operation("shared activation", width, inner, inner + width + 2 * x.hidden),
         Operation(
-            "shared down", inner, x.all_hidden, x.all_hidden + inner + 2 * x.hidden
+            "shared down", x.operand * inner, x.all_hidden, x.all_hidden + inner + 2 * x.hidden
             + weight["shared down"],
         ),
     )  # fmt: skip
@@ -452,12 +461,15 @@ def latent_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     up = weight.get("query up", weight.get("queries", 0.0)) + weight["kv up"]
     return (
         Operation(
-            "latent maps", x.hidden, latent + positions, latent + positions + 3 * x.hidden + down
+            "latent maps",
+            x.operand * x.hidden,
+            latent + positions,
+            latent + positions + 3 * x.hidden + down,
         ),
         Operation("latent norm", latent, latent + positions, 2 * latent + positions + x.hidden),
         Operation(
             "maps to heads",
-            latent,
+            x.operand * latent,
             x.queries + raised + positions,
             x.queries + raised + latent + positions + x.hidden + up,
         ),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipesim.costs.cost_fields import Segments
 from pipesim.errors import ArgumentError, CostsWarning, NetworkError, check_type
-from pipesim.models.gpu import GPU
+from pipesim.models.gpu import GPU, product_ratio
 from pipesim.models.layer_kernels import (
     KernelSizes,
     OperationKernels,
@@ -23,6 +23,7 @@ from pipesim.models.layer_kernels import (
     layer_segments,
 )
 from pipesim.models.model_sizes import checked_value, expert_matrix
+from pipesim.models.precision import FORMATS
 from pipesim.models.shard_collectives import (
     AnyCollective,
     Collective,
@@ -40,6 +41,7 @@ from pipesim.models.shard_sizes import (
     FP32_BYTES,
     StageKey,
     each_layer,
+    linear_elements,
     mean_layer,
     optimizer_parameters,
     per_stage,
@@ -149,6 +151,7 @@ def stage_seconds(
         rate = checked_value("flops_per_second", flops_per_second, "FLOP/s", above_zero=True)
         return RateSeconds(shard, rate)
     check_type("gpu", gpu, GPU, 'give such as pipesim.GPU.preset("h100_sxm")')
+    product_ratio(gpu, shard.precision)  # refuses a format that the GPU lacks
     network = Network() if network is None else check_type("network", network, Network)
     if network.nodes is not None:
         _check_gpus(network.nodes.gpus_per_device, shard)
@@ -355,19 +358,25 @@ class GpuSeconds:
 
         With ``gradient_passes`` all gradients of a GPU are read for the check for NaN, read and
         written by a division, and set to zero: 16 bytes a parameter with gradients in 32 bits.
-        Casts and copies of the framework's exchange are added.
+        Casts and copies of the framework's exchange are added, and casts of parameters to the
+        format of products.
         """
         sums: dict[str, tuple[float, ...]] = copy_seconds(self.shard, sizes, self.network)
         nbytes = self.shard.framework.exchange_copies
         if self.shard.gradient_passes:
             nbytes += 4 * self.shard.model.bytes_per_gradient
-        if not nbytes:
+        cast = FORMATS[self.shard.precision].cast if self.shard.precision in FORMATS else 0.0
+        if not nbytes and not cast:
             return sums
+        dense, experts = linear_elements(self.shard)
+        linear = per_stage(self.shard.model, sizes, dense, experts=experts)
         own = sums.get("reduce_copies", (0.0,) * len(sizes))
         return {
             "reduce_copies": tuple(
-                copies + n * nbytes / self.gpu.bandwidth
-                for copies, n in zip(own, stage_parameters(self.shard, sizes), strict=True)
+                copies + (n * nbytes + m * cast) / self.gpu.bandwidth
+                for copies, n, m in zip(
+                    own, stage_parameters(self.shard, sizes), linear, strict=True
+                )
             )
         }
 

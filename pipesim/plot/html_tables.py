@@ -18,6 +18,7 @@ from pipesim.costs.rows import ROWS, STAGE_ROWS, CostFields, given_rows
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.model_sizes import SIZES_OF_SOME
+from pipesim.models.precision import FORMATS
 from pipesim.models.transformer import Transformer
 from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network
@@ -257,6 +258,7 @@ RATES: Mapping[str, Form] = {
     "multiprocessors": _count,
     "attention_half_depth": lambda value: f"{value:g} elements",
     "attention_ratio": lambda value: f"{value:.3g}",
+    **{f"{precision}_ratio": lambda value: f"{value:.3g}" for precision in FORMATS},
 }
 #: Meaning of the attributes of a GPU, in a few words.
 _MEANINGS = {
@@ -271,6 +273,10 @@ _MEANINGS = {
     "multiprocessors": "0 for no waves of tiles",
     "attention_half_depth": "half_depth of fused attention",
     "attention_ratio": "FLOP/s of fused attention over flops",
+    **{
+        f"{precision}_ratio": f"FLOP/s of products in {precision} over flops"
+        for precision in FORMATS
+    },
 }
 
 

@@ -244,6 +244,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "dispatch_element_bytes": {"dispatch_element_bytes": 1, "expert_parallel": 2},
     "gradient_passes": {"gradient_passes": True},
     "framework": {"framework": ps.Framework(fused_norm=False)},
+    "precision": {"precision": "fp8"},
 }  # fmt: skip
 EXPERTS = ps.Transformer(
     hidden_size=256, n_layers=4, n_heads=8, sequence_length=16384, vocabulary_size=64, n_experts=16,

@@ -71,7 +71,7 @@ def product_seconds(gpu: ps.GPU, row: list[Any], *, is_grouped: bool) -> float:
         (kernel,) = sizes.grouped_weight_grad("experts", Matrix(depth, columns), n * rows, n)
     else:
         shape = (depth, columns) if kind == "forward" else (columns, depth)
-        kernel = sizes.grouped("experts", Matrix(*shape), n * rows, n)
+        (kernel,) = sizes.grouped("experts", Matrix(*shape), n * rows, n)
     return gpu.kernel_seconds(kernel._replace(is_grouped=is_grouped)) - n * gpu.overhead
 
 

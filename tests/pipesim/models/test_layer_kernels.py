@@ -209,7 +209,7 @@ def test_seconds_and_bounds() -> None:
     assert (table["seconds"] >= table["bytes"] / gpu.bandwidth).all()
     assert (table["seconds"] >= table["flops"] / gpu.flops).all()
     tiny = ps.Transformer(
-        hidden_size=8, n_layers=1, n_heads=2, sequence_length=4, vocabulary_size=16
+        hidden_size=16, n_layers=1, n_heads=2, sequence_length=4, vocabulary_size=16
     ).kernels(gpu, microbatch_size=1)
     assert set(tiny["bound"]) == {"overhead"}
     assert isinstance(tiny, pd.DataFrame)
