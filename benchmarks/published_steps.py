@@ -198,7 +198,7 @@ def ablation_lines(steps: PublishedSteps) -> list[str]:
     gpu = ps.GPU.preset(steps.gpu)
     nodes = steps.network.nodes
     assert nodes is not None
-    free = replace(nodes, port_bandwidth=_FREE, port_latency=0.0)
+    free = replace(nodes, port_bandwidth=_FREE, port_latency=0.0, collectives=None)
     terms: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         "all terms": ({}, ()),
         "launches": ({"gpu": replace(gpu, launch=0.0)}, ("launch",)),

@@ -46,7 +46,7 @@ from pipesim.models.parallel import Parallel
 from pipesim.models.published_models import transformers
 from pipesim.models.routing import Routing
 from pipesim.models.transformer import Transformer
-from pipesim.network.links import HostLink, Link, Nodes
+from pipesim.network.links import HostLink, Link, NodeCollectives, Nodes
 from pipesim.network.network import Network
 from pipesim.network.parallel_layout import Layout
 from pipesim.network.sources import machines
@@ -84,6 +84,7 @@ __all__ = [
     "Layout",
     "Link",
     "Network",
+    "NodeCollectives",
     "Nodes",
     "Noise",
     "Op",

@@ -24,7 +24,8 @@ A TOML file (--config) holds the same settings; options override it:
   backward = [2e-3, 2e-3, 2e-3, 3e-3]
   output_bytes = 4194304
   network = { latency = 20e-6, bandwidth = 25e9 }    # or nodes, links, or a machine:
-  # network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8, nic_efficiency = 0.5 }
+  # network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }
+  #                         # also nic_efficiency = 0.5, of NICs alone
   # network = { host = { latency = 10e-6, bandwidth = 25e9 } }    # for offload
 
   # [costs.transformer]     # in place of seconds and bytes: a model on GPUs

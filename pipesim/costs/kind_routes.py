@@ -56,6 +56,16 @@ class GroupRoute:
         return lru_cache(256)(all_reduce_seconds(self.network, self.devices, self.algorithm))
 
     @cached_property
+    def half_seconds(self) -> Callable[[float], float]:
+        """Seconds of half an all-reduce, a reduce-scatter or an all-gather, likewise."""
+        members = self.network, self.devices, self.algorithm
+        return lru_cache(256)(all_reduce_seconds(*members, is_half=True))
+
+    def formula(self, is_half: bool) -> Callable[[float], float]:
+        """Return `half_seconds` or `seconds`."""
+        return self.half_seconds if is_half else self.seconds
+
+    @cached_property
     def links(self) -> Ints:
         """Links that each of ``devices`` holds; shape ``(len(devices), most)``."""
         return self.network.collective_links(self.algorithm, self.devices, self.n_devices)
@@ -97,10 +107,10 @@ class CollectiveRoute:
 class WholeReductions(NamedTuple):
     """Reductions of all gradients of a stage, or gathers of its parameters."""
 
-    stages: Ints  # of each of them, as are `routes`, `seconds` and `parts`
+    stages: Ints  # of each of them, as are `routes`, `seconds` and `halves`
     routes: tuple[CollectiveRoute, ...]
     seconds: tuple[Callable[[float], float], ...]
-    parts: Ints  # 2 for half of an all-reduce, a reduce-scatter or an all-gather; else 1
+    halves: tuple[bool, ...]  # half of an all-reduce: a reduce-scatter, or an all-gather
     kinds: Ints  # of all members
     row: Ints  # position of each member's collective in `stages`
 
@@ -272,11 +282,12 @@ class KindRoutes:
         reductions = {}
         for op, own in pairs.items():
             stages = np.array([members.stage for _, members in own])
+            halves = tuple((shares[stages] > 1).tolist())
             reductions[op] = WholeReductions(
                 stages,
                 tuple(route for route, _ in own),
-                tuple(route.seconds for route, _ in own),
-                np.where(shares[stages] > 1, 2, 1),
+                tuple(x.group.formula(h) for (x, _), h in zip(own, halves, strict=True)),
+                halves,
                 np.concatenate([members.kinds for _, members in own]),
                 np.repeat(np.arange(len(own)), [len(members.kinds) for _, members in own]),
             )

@@ -251,10 +251,13 @@ class _Prices:
     def _gradients(self) -> tuple[Floats, Floats]:
         return self._moved(Op.REDUCE_GRAD)
 
-    def _expert_seconds(self, route: CollectiveRoute, nbytes: float) -> float:
-        """Return the seconds of an all-reduce among every g-th member; 0 for one of them."""
+    def _expert_seconds(self, route: CollectiveRoute, nbytes: float, is_half: bool) -> float:
+        """Return the seconds of an all-reduce, or half of one, among every g-th member.
+
+        They are 0 for one member.
+        """
         g = self.costs.expert_replicas
-        return route.group.part(g).seconds(nbytes) if nbytes and g > 1 else 0.0
+        return route.group.part(g).formula(is_half)(nbytes) if nbytes and g > 1 else 0.0
 
     def whole(self, op: Op, reductions: WholeReductions) -> tuple[Floats, Floats]:
         """Return seconds and bytes of reductions of whole stages, or of gathers.
@@ -267,13 +270,16 @@ class _Prices:
         measured = self._measured(op)
         if measured is not None:
             return measured[reductions.stages], dense + routed
-        pairs = zip(reductions.seconds, dense.tolist(), strict=True)
+        formulas, halves = reductions.seconds, reductions.halves
+        if op == Op.REDUCE_GRAD and self._sums_whole:
+            formulas = tuple(route.seconds for route in reductions.routes)
+            halves = (False,) * len(halves)
+        pairs = zip(formulas, dense.tolist(), strict=True)
         seconds = np.array([seconds(size) for seconds, size in pairs])
         if routed.any():
-            pairs_of_experts = zip(reductions.routes, routed.tolist(), strict=True)
-            seconds += [self._expert_seconds(route, size) for route, size in pairs_of_experts]
-        parts = 1 if op == Op.REDUCE_GRAD and self._sums_whole else reductions.parts
-        return seconds / parts, dense + routed
+            rows = zip(reductions.routes, routed.tolist(), halves, strict=True)
+            seconds += [self._expert_seconds(*row) for row in rows]
+        return seconds, dense + routed
 
     @property
     def _sums_whole(self) -> bool:
@@ -286,14 +292,14 @@ class _Prices:
         buckets = self._buckets(stage, int(self.routes.n_buckets[stage]))
         share, backward_share = buckets[members.part]
         routed, dense = (share * float(part[stage]) for part in self._gradients)
-        seconds = route.seconds(dense) + self._expert_seconds(route, routed)
+        is_half = bool(self.graph.optimizer_shares[stage] > 1) and not self._sums_whole
+        seconds = route.group.formula(is_half)(dense)
+        seconds += self._expert_seconds(route, routed, is_half)
         measured = self._measured(members.op)
         if measured is not None:
             least = route.seconds(0.0) if share < 1 else 0.0
             whole = float(measured[stage])
             seconds = min(whole, least) + share * max(0.0, whole - least)
-        elif self.graph.optimizer_shares[stage] > 1 and not self._sums_whole:
-            seconds /= 2
         total = sum(of_bytes for of_bytes, _ in buckets)  # those of measured seconds may exceed 1
         return seconds, (dense + routed) / total, backward_share
 

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesim.models.routing import reached
 from pipesim.models.shard_sizes import FP32_BYTES, dense_parameters, routed_parameters, stage_keys
-from pipesim.network.collectives import Group, gpus_all_to_all, gpus_ring_step, group_of_gpus, ring
+from pipesim.network.collectives import (
+    Group,
+    gpus_all_to_all,
+    gpus_ring_step,
+    group_of_gpus,
+    half,
+    ring,
+)
 from pipesim.network.network import Network
 
 if TYPE_CHECKING:
@@ -79,8 +86,8 @@ def _ring(shard: Shard, nodes: Nodes, core: float, is_backward: bool) -> float:
 def _all_gather(shard: Shard, nodes: Nodes, core: float, is_backward: bool) -> float:
     """Return the seconds of the all-gather of all keys and values, or of both collectives."""
     c, t = shard.context_parallel, shard.tensor_parallel
-    half = ring(group_of_gpus(nodes, c, t), c * _kv_bytes(shard)) / 2
-    return half * (2 if is_backward else 1)
+    one = half(group_of_gpus(nodes, c, t), c * _kv_bytes(shard))
+    return one * (2 if is_backward else 1)
 
 
 def _all_to_all(shard: Shard, nodes: Nodes, core: float, is_backward: bool) -> float:
@@ -414,10 +421,11 @@ def copy_seconds(shard: Shard, sizes: Sequence[int], network: Network) -> dict[s
         total = 0.0
         for n, own in ((n_dense, group), (n_routed, of_experts)):
             if own.n_members > 1 and n:
-                gradients = ring(own, n * model.bytes_per_gradient)
-                parameters = ring(own, n * model.bytes_per_parameter)
-                halves = (gradients + parameters) / 2
-                total += halves if shard.context_shards_optimizer else gradients
+                gradients, parameters = n * model.bytes_per_gradient, n * model.bytes_per_parameter
+                if shard.context_shards_optimizer:
+                    total += half(own, gradients) + half(own, parameters)
+                else:
+                    total += ring(own, gradients)
         return total
 
     dense, routed = dense_parameters(shard, sizes), routed_parameters(shard, sizes)

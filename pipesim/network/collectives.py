@@ -34,6 +34,9 @@ tree all-reduce    ``2 * bytes / bandwidth + 2(g-1) * port_latency
 half a ring        reduce-scatter or all-gather: half of the ring's seconds
 =================  ==============================================================================
 
+Collectives inside one node have the measured seconds of `pipesim.NodeCollectives` instead, whatever
+the algorithm, if the nodes have them; the presets of machines do.
+
 Source: NCCL, ``src/graph/tuning.cc`` (numbers of steps inside and between nodes, latencies by
 step), https://github.com/NVIDIA/nccl, and
 https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/ (trees).
@@ -49,7 +52,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesim.errors import NetworkError, check_name, number
-from pipesim.network.links import MAX_DEVICE, Nodes
+from pipesim.network.links import MAX_DEVICE, NodeCollectives, Nodes
 from pipesim.network.routes import Paths, Router
 from pipesim.utils.host_memory import check_memory
 
@@ -69,6 +72,7 @@ class Group(NamedTuple):
     bandwidth: float  # bytes a second of all rings together; may be infinite
     port_latency: float  # seconds of a step inside a node
     nic_latency: float  # seconds of a step between nodes
+    collectives: NodeCollectives | None = None  # measured ones; None between nodes
 
 
 def group_of_devices(nodes: Nodes, devices: NDArray[np.int64]) -> Group:
@@ -80,8 +84,7 @@ def group_of_devices(nodes: Nodes, devices: NDArray[np.int64]) -> Group:
         nics = np.unique(nodes.nic_of(devices)) // nodes.nics_per_node
         fewest = int(np.unique(nics, return_counts=True)[1].min())
         bandwidth = min(bandwidth, fewest * nodes.nic_bandwidth)
-    largest = int(size.max())
-    return Group(len(devices), len(node), largest, bandwidth, nodes.port_latency, nodes.nic_latency)
+    return _group(nodes, len(devices), len(node), int(size.max()), bandwidth)
 
 
 def group_of_gpus(nodes: Nodes, n_gpus: int, stride: int = 1) -> Group:
@@ -96,8 +99,13 @@ def group_of_gpus(nodes: Nodes, n_gpus: int, stride: int = 1) -> Group:
     if n_nodes > 1:
         fewest = n_gpus - (n_nodes - 1) * per_node  # GPUs on the last node
         bandwidth = min(bandwidth, nodes.node_bandwidth * fewest / nodes.gpus_per_node)
-    largest = min(n_gpus, per_node)
-    return Group(n_gpus, n_nodes, largest, bandwidth, nodes.port_latency, nodes.nic_latency)
+    return _group(nodes, n_gpus, n_nodes, min(n_gpus, per_node), bandwidth)
+
+
+def _group(nodes: Nodes, n_members: int, n_nodes: int, largest: int, bandwidth: float) -> Group:
+    latencies = nodes.port_latency, nodes.nic_latency
+    measured = nodes.collectives if n_nodes == 1 else None
+    return Group(n_members, n_nodes, largest, bandwidth, *latencies, measured)
 
 
 def gpus_all_to_all(nodes: Nodes, nbytes: float, n_gpus: int, stride: int = 1) -> float:
@@ -133,14 +141,19 @@ def gpus_ring_step(nodes: Nodes, nbytes: float, n_gpus: int, stride: int = 1) ->
 
 def ring(group: Group, nbytes: float) -> float:
     """Return the seconds of a ring all-reduce; see the module for the formula."""
-    n, n_nodes = group.n_members, group.n_nodes
+    n, n_nodes, measured = group.n_members, group.n_nodes, group.collectives
     steps = 2 * (n - 1)
+    if measured is not None:
+        rate = measured.rate(n, group.bandwidth)
+        return steps / n * nbytes / rate + measured.latency + measured.latency_per_gpu * (n - 1)
     latency = 2 * (n - n_nodes) * group.port_latency + 2 * (n_nodes - 1) * group.nic_latency
     return steps / n * nbytes / group.bandwidth + latency
 
 
 def tree(group: Group, nbytes: float) -> float:
     """Return the seconds of a tree all-reduce; see the module for the formula."""
+    if group.collectives is not None:
+        return ring(group, nbytes)
     chain = 2 * (group.largest - 1) * group.port_latency
     depth = (group.n_nodes - 1).bit_length()  # log2 of the nodes, rounded up
     return 2 * nbytes / group.bandwidth + chain + 2 * depth * group.nic_latency
@@ -148,6 +161,16 @@ def tree(group: Group, nbytes: float) -> float:
 
 def _fastest(group: Group, nbytes: float) -> float:
     return min(ring(group, nbytes), tree(group, nbytes))
+
+
+def half(group: Group, nbytes: float, all_reduce: Callable[[Group, float], float] = ring) -> float:
+    """Return the seconds of a reduce-scatter, or of an all-gather of ``nbytes`` in all."""
+    measured = group.collectives
+    if measured is None:
+        return all_reduce(group, nbytes) / 2
+    latency = ring(group, 0.0)
+    seconds = (ring(group, nbytes) - latency) / 2 / measured.half_bandwidth
+    return seconds + measured.half_latency * latency
 
 
 # Collectives over any links
@@ -197,9 +220,13 @@ ALL_REDUCE = {
 
 
 def all_reduce_seconds(
-    network: Network, devices: Sequence[int] | NDArray[Any], algorithm: str
+    network: Network,
+    devices: Sequence[int] | NDArray[Any],
+    algorithm: str,
+    *,
+    is_half: bool = False,
 ) -> Callable[[float], float]:
-    """Return `Network.all_reduce` of some devices as a function of bytes.
+    """Return `Network.all_reduce` of some devices, or half of it, as a function of bytes.
 
     Members on nodes are counted once, so that a call takes a microsecond.
     """
@@ -212,7 +239,9 @@ def all_reduce_seconds(
     is_plain = group is not None and len(members) > 1  # no arrays
 
     def formula(nbytes: float) -> float:
-        return of_members(router, nbytes, members) if group is None else of_group(group, nbytes)
+        if group is None:
+            return of_members(router, nbytes, members) / (2 if is_half else 1)
+        return half(group, nbytes, of_group) if is_half else of_group(group, nbytes)
 
     def seconds(nbytes: float) -> float:
         if 0 <= nbytes < math.inf and is_plain:

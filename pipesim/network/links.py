@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import NetworkError, check_count, number
-from pipesim.utils.checks import Count, checked
+from pipesim.utils.checks import Count, Fraction, Range, Seconds, checked
 
 #: Largest device number of a network; a pair of device numbers then fits 64 bits.
 MAX_DEVICE = 2**31 - 1
@@ -125,6 +125,91 @@ class Link:
         )
 
 
+#: Bytes a second, which may be infinite.
+Bandwidth = Annotated[float, Range(0, math.inf, above=True)]
+
+
+@checked
+@dataclass(frozen=True)
+class NodeCollectives:
+    """Measured seconds of collectives between n GPUs of one node.
+
+    An all-reduce takes ``latency + latency_per_gpu * (n - 1) + 2(n-1)/n * bytes / rate``, with
+    ``rate = bandwidth * (1 - loss / n)``. The halves, all-gather and reduce-scatter, take
+    ``half_latency`` of its latency, and half of its bytes at ``half_bandwidth`` of its rate.
+
+    Attributes
+    ----------
+    latency, latency_per_gpu
+        Seconds of an all-reduce besides its bytes: of all, and of each GPU but the first.
+    bandwidth
+        Bytes a second of a ring of very many GPUs; ``math.inf`` for latency alone.
+    loss
+        Part of ``bandwidth``, times n, that n GPUs do not reach; from 0 to 1.
+    peak_bandwidth
+        Largest rate, such as that of the data sheet; infinite by default. A port that is faster
+        raises it. `Network.scaled` leaves it.
+    half_latency, half_bandwidth
+        Factors of a half, from 0.5 to 1, and above 0 to 1; 0.7 and 1 by default.
+
+    Examples
+    --------
+    Values that suit a DGX A100, for two of its GPUs and 300 MB:
+
+    >>> import pipesim as ps
+    >>> own = ps.NodeCollectives(36e-6, 5.5e-6, bandwidth=240e9, loss=0.4)
+    >>> nodes = ps.Nodes(8, port_bandwidth=210e9, collectives=own)
+    >>> round(ps.Network(nodes=nodes).all_reduce(300e6, devices=[0, 1]) * 1e3, 3)  # ms
+    1.604
+    """
+
+    latency: Seconds = 0.0
+    latency_per_gpu: Seconds = 0.0
+    bandwidth: Bandwidth = math.inf
+    loss: Fraction = 0.0
+    peak_bandwidth: Bandwidth = math.inf
+    half_latency: Annotated[float, Range(0.5, 1)] = 0.7
+    half_bandwidth: Annotated[float, Range(0, 1, above=True)] = 1.0
+
+    def rate(self, n_gpus: int, port_bandwidth: float) -> float:
+        """Return the bytes a second of an all-reduce.
+
+        Parameters
+        ----------
+        n_gpus
+            GPUs of the collective.
+        port_bandwidth
+            Bytes a second of a port of the nodes.
+
+        Returns
+        -------
+        float
+            Bytes a second.
+        """
+        most = max(self.peak_bandwidth, port_bandwidth)
+        return min(self.bandwidth * (1 - self.loss / n_gpus), most)
+
+    def scaled(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> NodeCollectives:
+        """Return the same with latencies and bandwidth multiplied by factors.
+
+        Parameters
+        ----------
+        latency, bandwidth
+            Factors.
+
+        Returns
+        -------
+        NodeCollectives
+            With the same peak and factors of halves.
+        """
+        return replace(
+            self,
+            latency=self.latency * latency,
+            latency_per_gpu=self.latency_per_gpu * latency,
+            bandwidth=self.bandwidth * bandwidth,
+        )
+
+
 @checked
 @dataclass(frozen=True)
 class Nodes:
@@ -155,6 +240,9 @@ class Nodes:
         GPUs that act as one device, such as a tensor-parallel group, and the nodes on which they
         are. Port and NIC are those of each GPU, and bytes those of one GPU. A device on several
         nodes has them to itself: ``devices_per_node`` is 1 then.
+    collectives
+        Measured all-reduces, all-gathers and reduce-scatters inside a node; None (the default) for
+        rings over ports.
 
     Examples
     --------
@@ -174,6 +262,7 @@ class Nodes:
     n_nics: Count | None = None
     gpus_per_device: Count = 1
     nodes_per_device: Count = 1
+    collectives: NodeCollectives | None = None
 
     def __post_init__(self) -> None:
         self._check_gpus()
@@ -311,9 +400,14 @@ class Nodes:
         Returns
         -------
         dict
-            Fields by name. Latencies are in seconds, bandwidths in bytes a second.
+            Fields by name. Latencies are in seconds, bandwidths in bytes a second. ``collectives``
+            only if set.
         """
-        return {k: bandwidth_to_json(v) if "bandwidth" in k else v for k, v in asdict(self).items()}
+        values = _to_json(self)
+        if self.collectives is None:
+            del values["collectives"]
+            return values
+        return values | {"collectives": _to_json(self.collectives)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Nodes:
@@ -332,9 +426,22 @@ class Nodes:
         check_keys("nodes", values, [f.name for f in fields(cls)])
         if "devices_per_node" not in values:
             raise NetworkError(f"nodes {dict(values)} lack a size; add devices_per_node = 8")
-        return cls(
-            **{k: bandwidth_from_json(v) if "bandwidth" in k else v for k, v in values.items()}
-        )
+        fields_of_nodes = _from_json(values)
+        own = values.get("collectives")
+        if own is not None:
+            check_keys("collectives of nodes", own, [f.name for f in fields(NodeCollectives)])
+            fields_of_nodes["collectives"] = NodeCollectives(**_from_json(own))
+        return cls(**fields_of_nodes)
+
+
+def _to_json(record: Nodes | NodeCollectives) -> dict[str, Any]:
+    """Return the fields of a record for JSON."""
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {k: bandwidth_to_json(v) if "bandwidth" in k else v for k, v in values.items()}
+
+
+def _from_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: bandwidth_from_json(v) if "bandwidth" in k else v for k, v in values.items()}
 
 
 def checked_speed(

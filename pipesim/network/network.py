@@ -27,6 +27,7 @@ from pipesim.network.collectives import (
     checked_members,
     finite_seconds,
     group_of_gpus,
+    half,
     ring,
     ring_links,
     tree,
@@ -266,7 +267,8 @@ class Network:
     def group_all_reduce(self, nbytes: float, n_gpus: int) -> float:
         """Return the seconds of an all-reduce between GPUs of one device; 0 for one GPU.
 
-        The faster of ring and tree. Inside a node that is the ring.
+        The faster of ring and tree. Inside a node that is the ring, or `NodeCollectives` if the
+        nodes have them.
 
         Parameters
         ----------
@@ -290,7 +292,7 @@ class Network:
         --------
         >>> import pipesim as ps
         >>> network = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=8)
-        >>> round(network.group_all_reduce(450e6, 8) * 1e3, 2)  # 14/8 ms and 14 steps of 3.4 us
+        >>> round(network.group_all_reduce(450e6, 8) * 1e3, 2)  # 14/8 ms and 48 us
         1.8
         """
         group = self._group(nbytes, n_gpus)
@@ -299,7 +301,7 @@ class Network:
     def group_all_gather(self, nbytes: float, n_gpus: int) -> float:
         """Return the seconds of an all-gather, or a reduce-scatter, between GPUs of one device.
 
-        Half of a ring all-reduce.
+        Half of a ring all-reduce; inside a node by `NodeCollectives`, if the nodes have them.
 
         Parameters
         ----------
@@ -314,7 +316,7 @@ class Network:
             Seconds; 0 for one GPU.
         """
         group = self._group(nbytes, n_gpus)
-        return 0.0 if group is None else ring(group, nbytes) / 2
+        return 0.0 if group is None else half(group, nbytes)
 
     def _group(self, nbytes: object, n_gpus: object) -> Group | None:
         size, count = number(nbytes), check_count("n_gpus", n_gpus)
@@ -513,12 +515,14 @@ class Network:
     def _times(self, latency: float, bandwidth: float, nic_bandwidth: float) -> Network:
         nodes = self.nodes
         if nodes is not None:
+            own = nodes.collectives
             nodes = replace(
                 nodes,
                 port_latency=nodes.port_latency * latency,
                 port_bandwidth=nodes.port_bandwidth * bandwidth,
                 nic_latency=nodes.nic_latency * latency,
                 nic_bandwidth=nodes.nic_bandwidth * nic_bandwidth,
+                collectives=own and own.scaled(latency=latency, bandwidth=bandwidth),
             )
         links = tuple(
             replace(link, latency=link.latency * latency, bandwidth=link.bandwidth * bandwidth)

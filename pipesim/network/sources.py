@@ -29,15 +29,28 @@ Between nodes that is a good fabric. ``nic_efficiency`` states another share for
 BigScience measured a bus bandwidth of 40.5 Gb/s in an all-reduce over four nodes with NICs of
 100 Gb/s, 0.405 of one of them [12]_.
 
-Latencies of the other machines than ``dgx_b200`` are assumed to be the same: 3.4 us inside a node
-and 14 us between nodes. These are the latencies of a ring step over NVLink, and over the network,
-with the Simple protocol in NCCL's table ``hwLat`` [7]_, by which NCCL chooses its algorithm. They
-were not measured on these machines: if latency matters, measure yours.
+Latencies of messages are 3.4 us inside a node and 14 us between nodes, those of a ring step over
+NVLink, and over the network, with the Simple protocol in NCCL's table ``hwLat`` [7]_, by which NCCL
+chooses its algorithm. They were not measured on these machines: if latency matters, measure yours.
+Inside a ``dgx_b200`` a message takes 16 us, by SimuMax's fit to its measurements [11]_.
 
-Inside a ``dgx_b200`` it is 13 us, which suits NCCL's all-gathers and reduce-scatters best. By
-SimuMax's fit to its measurements they take 32 to 34, 50 to 51, and 82 to 87 us beside their bytes
-between 2, 4 and 8 devices, for 1, 3 and 7 ring steps, and a message takes 16 us. Their bandwidth is
-0.72 of the nominal one [11]_.
+All-reduces, all-gathers and reduce-scatters inside a node have the seconds of
+`pipesim.NodeCollectives`, by the number n of its GPUs:
+
+========  =====================  ====================  ===================  ======
+GPU       latency, all-reduce    share of nominal      of halves            source
+========  =====================  ====================  ===================  ======
+A100      36 + 5.5 (n-1) us      0.80 - 0.32 / n       0.7 of the latency   [13]_
+H100      36 + 1.7 (n-1) us      0.82                  0.7 of the latency   [14]_
+B200      22 + 11 (n-1) us       0.80                  0.9 of both          [11]_
+========  =====================  ====================  ===================  ======
+
+Those of A100 are fitted to NCCL's all-reduces of 1 MiB to 1 GiB between 2 to 8 GPUs, and differ by
+2 % from them in the mean. The share of H100 is that of 370 GB/s, which NCCL's maintainer names for
+8 GPUs. Its latency is the intercept of a table of 8 GPUs that are not named there [15]_; how it
+depends on n is assumed, and so is 0.7 of the latency for halves on A100 and H100. H200 is taken as
+H100. The shares are those at an efficiency of 0.7. Another efficiency changes them in proportion,
+up to the nominal rate. Less than 1 MiB was not measured.
 
 References
 ----------
@@ -62,6 +75,10 @@ References
    https://github.com/MooreThreads/SimuMax
 .. [12] BigScience, experiments/bandwidth/all_reduce_bench-a100-n4.txt,
    https://github.com/bigscience-workshop/bigscience
+.. [13] VIA Research, vTrain, trace/a100/AR_GPU2_1M_1024M_LUT and likewise,
+   https://github.com/VIA-Research/vTrain
+.. [14] NCCL tests, issue 212, https://github.com/NVIDIA/nccl-tests/issues/212
+.. [15] Mooncake, pull request 3484, https://github.com/kvcache-ai/Mooncake/pull/3484
 """
 
 from __future__ import annotations
@@ -80,6 +97,7 @@ from pipesim.network.links import (
     MAX_DEVICE,
     HostLink,
     Link,
+    NodeCollectives,
     Nodes,
     bandwidth_from_json,
     check_keys,
@@ -98,7 +116,13 @@ EFFICIENCY = 0.7
 
 #: Seconds of a message inside a node, and between nodes; see above.
 _PORT_LATENCY, _NIC_LATENCY = 3.4e-6, 14e-6
-_B200_LATENCY = 13e-6
+_B200_LATENCY = 16e-6
+#: Collectives inside a node; see above.
+_ON_A100 = NodeCollectives(36e-6, 5.5e-6, bandwidth=0.80 * 300e9, loss=0.4)
+_ON_H100 = NodeCollectives(36e-6, 1.7e-6, bandwidth=0.82 * 450e9)
+_ON_B200 = NodeCollectives(
+    22e-6, 11e-6, bandwidth=0.80 * 900e9, half_latency=0.9, half_bandwidth=0.9
+)
 #: Bytes a second of 200 and of 400 Gb/s.
 _HDR, _NDR = 25e9, 50e9
 #: Host links: PCIe Gen4 shared by two GPUs, and PCIe Gen5.
@@ -123,18 +147,20 @@ def _dgx(
     nvlink: float,
     nic: float,
     host: HostLink,
+    collectives: NodeCollectives,
     port_latency: float = _PORT_LATENCY,
 ) -> Machine:
     """Return a node of eight devices, each with its own NIC."""
-    nodes = Nodes(8, port_latency, nvlink, _NIC_LATENCY, nic, n_nics=8)
+    measured = replace(collectives, peak_bandwidth=nvlink)
+    nodes = Nodes(8, port_latency, nvlink, _NIC_LATENCY, nic, n_nics=8, collectives=measured)
     return Machine(f"NVIDIA DGX {device}, InfiniBand between nodes", nodes, memory, gpu, host)
 
 
 MACHINES = {
-    "dgx_a100": _dgx("A100", "a100_80gb", 80e9, 300e9, _HDR, _GEN4),
-    "dgx_h100": _dgx("H100", "h100_sxm", 80e9, 450e9, _NDR, _GEN5),
-    "dgx_h200": _dgx("H200", "h200", 141e9, 450e9, _NDR, _GEN5),
-    "dgx_b200": _dgx("B200", "b200", 180e9, 900e9, _NDR, _GEN5, _B200_LATENCY),
+    "dgx_a100": _dgx("A100", "a100_80gb", 80e9, 300e9, _HDR, _GEN4, _ON_A100),
+    "dgx_h100": _dgx("H100", "h100_sxm", 80e9, 450e9, _NDR, _GEN5, _ON_H100),
+    "dgx_h200": _dgx("H200", "h200", 141e9, 450e9, _NDR, _GEN5, _ON_H100),
+    "dgx_b200": _dgx("B200", "b200", 180e9, 900e9, _NDR, _GEN5, _ON_B200, _B200_LATENCY),
 }
 
 
@@ -150,7 +176,9 @@ def machines() -> pd.DataFrame:
     -------
     pandas.DataFrame
         Indexed by name: ``summary``, ``gpu`` (a name for `GPU.preset`), ``memory`` of a GPU, fields
-        of `Nodes`, and with the prefix ``host_`` those of `HostLink`; seconds, bytes and bytes/s.
+        of `Nodes`, and with the prefixes ``collectives_`` and ``host_`` those of `NodeCollectives`
+        and `HostLink`; seconds, bytes and bytes/s. Rates are nominal, but for measured ones
+        of `NodeCollectives`.
 
     Examples
     --------
@@ -165,7 +193,8 @@ def machines() -> pd.DataFrame:
             "summary": m.summary,
             "gpu": m.gpu,
             "memory": m.memory,
-            **m.nodes.to_dict(),
+            **(nodes := m.nodes.to_dict()),
+            **{f"collectives_{key}": value for key, value in nodes.pop("collectives").items()},
             **{f"host_{key}": value for key, value in m.host.to_dict().items()},
         }
         for name, m in MACHINES.items()
@@ -193,10 +222,12 @@ def preset_fields(
     nodes, host = machine(name).nodes, machine(name).host
     part = _share("efficiency", efficiency)
     of_nics = part if nic_efficiency is None else _share("nic_efficiency", nic_efficiency)
+    measured = nodes.collectives  # where messages reach `EFFICIENCY`
     nodes = replace(
         nodes,
         port_bandwidth=nodes.port_bandwidth * part,
         nic_bandwidth=nodes.nic_bandwidth * of_nics,
+        collectives=measured and measured.scaled(bandwidth=part / EFFICIENCY),
     )
     return {
         "nodes": nodes.grouped(gpus_per_device),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from pipesim.errors import ArgumentError, check_count, check_name, check_type, number
 from pipesim.models.gpu import GPU, as_gpu, fitted_preset
-from pipesim.network.links import HostLink
+from pipesim.network.links import HostLink, NodeCollectives
 from pipesim.network.network import Network
 from pipesim.network.sources import machine as machine_named
 from pipesim.utils.texts import Bytes, in_bytes
@@ -142,6 +142,7 @@ def _slowest(networks: Sequence[Network]) -> Network:
     return Network(
         nodes=replace(
             nodes[0],
+            collectives=_slowest_collectives([x.collectives for x in nodes]),
             port_latency=max(x.port_latency for x in nodes),
             nic_latency=max(x.nic_latency for x in nodes),
             port_bandwidth=min(x.port_bandwidth for x in nodes),
@@ -151,6 +152,19 @@ def _slowest(networks: Sequence[Network]) -> Network:
         nominal_share=share,
         nominal_nic_share=of_nics,
     )
+
+
+def _slowest_collectives(measured: Sequence[NodeCollectives | None]) -> NodeCollectives | None:
+    """Return the slowest of each number; None if those of any node were not measured."""
+    records = [x for x in measured if x is not None]
+    if len(records) < len(measured):
+        return None
+    least = {"bandwidth", "peak_bandwidth", "half_bandwidth"}
+    slowest = {
+        x.name: (min if x.name in least else max)(getattr(own, x.name) for own in records)
+        for x in fields(NodeCollectives)
+    }
+    return NodeCollectives(**slowest)
 
 
 def checked_share(name: str, value: object) -> float:

@@ -408,7 +408,18 @@ def _other_rows(network: Network) -> list[list[str]]:
         ["inside a node", _held(inside), format_time(nodes.port_latency), _bandwidth(port)],
         ["between nodes", _held(between), format_time(nodes.nic_latency),
          _bandwidth(min(port, nic))],
+        *_collective_rows(nodes),
     ]  # fmt: skip
+
+
+def _collective_rows(nodes: Nodes) -> list[list[str]]:
+    """Return a row of measured all-reduces inside a node."""
+    own, n = nodes.collectives, nodes.gpus_per_node
+    if own is None or n == 1:
+        return []
+    latency = own.latency + own.latency_per_gpu * (n - 1)
+    rate = _bandwidth(own.rate(n, nodes.port_bandwidth))
+    return [[f"all-reduce of {n} GPUs of a node", "ports", format_time(latency), rate]]
 
 
 def _host_rows(network: Network) -> list[list[str]]:

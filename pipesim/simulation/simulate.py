@@ -22,7 +22,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.lowering.issue_order import issue_times
-from pipesim.network.collectives import group_of_gpus
+from pipesim.network.collectives import group_of_gpus, half, ring
 from pipesim.network.links import Nodes
 from pipesim.network.network import Network
 from pipesim.ops import Op
@@ -75,7 +75,8 @@ def _network_difference(work: Workload, network: Network) -> str:
         return ""
     if built is None:
         return "nodes (built without nodes, where they are free)"
-    before, after = (_rates(nodes, work.gpus_per_device) for nodes in (built, present))
+    measured = built.collectives is not None or present.collectives is not None
+    before, after = (_rates(nodes, work.gpus_per_device, measured) for nodes in (built, present))
     return ", ".join(
         f"a {name} of {value:.4g} {unit} (built with {before[name, unit]:.4g})"
         for (name, unit), value in after.items()
@@ -83,14 +84,26 @@ def _network_difference(work: Workload, network: Network) -> str:
     )
 
 
-def _rates(nodes: Nodes, n_gpus: int) -> dict[tuple[str, str], float]:
-    """Return the numbers that seconds of collectives between GPUs of a device follow from."""
+def _rates(nodes: Nodes, n_gpus: int, has_measured: bool) -> dict[tuple[str, str], float]:
+    """Return the numbers that seconds of collectives between GPUs of a device follow from.
+
+    ``has_measured``: whether to include those of `NodeCollectives`.
+    """
     group = group_of_gpus(nodes, n_gpus)
+    own = group.collectives
+    of_collectives = {
+        ("latency of an all-reduce", "s"): ring(group, 0.0),
+        ("latency of an all-gather", "s"): half(group, 0.0),
+        ("bandwidth of an all-reduce", "bytes/s"): (
+            group.bandwidth if own is None else own.rate(n_gpus, group.bandwidth)
+        ),
+    }
     return {
         ("group", "nodes"): group.n_nodes,
         ("bandwidth", "bytes/s"): group.bandwidth,
         ("latency inside a node", "s"): group.port_latency,
         ("latency between nodes", "s"): group.nic_latency if group.n_nodes > 1 else 0.0,
+        **(of_collectives if has_measured else {}),
     }
 
 

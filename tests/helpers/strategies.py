@@ -379,6 +379,7 @@ def clusters(draw: st.DrawFn, n_devices: int = 3) -> ps.Network:
         nic_latency=draw(st.sampled_from([0.0, 3.0])),
         nic_bandwidth=draw(speed),
         n_nics=draw(st.sampled_from([k for k in (1, 2, 4) if per_node % k == 0])),
+        collectives=draw(st.sampled_from([None, ps.NodeCollectives(2, 1, bandwidth=4, loss=0.5)])),
     )
     links = (ps.Link(5, 0.5, ((0, 1), (1, 2))),) if n_devices > 2 and draw(st.booleans()) else ()
     return ps.Network(links=links, nodes=nodes, host=draw(host_links()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from message_routes import resolve
 from strategies import clusters, networks
 
 import pipesim as ps
-from pipesim.errors import NetworkError, UnknownNameError
+from pipesim.errors import NetworkError, PipeError, UnknownNameError
 from pipesim.network.collectives import gpus_all_to_all
 
 #: Two nodes of four devices and two NICs each; ports are eight times as fast as NICs.
@@ -89,10 +91,11 @@ def test_collectives_between_gpus_of_a_device() -> None:
     """Tensor-parallel groups: half a node, a node, two nodes with all their NICs."""
     half = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=4)
     step = 3.4e-6
-    assert half.group_all_gather(450e9, 4) == pytest.approx(3 / 4 + 3 * step)
-    assert half.group_all_reduce(450e9, 4) == pytest.approx(6 / 4 + 6 * step)
-    assert half.group_all_reduce(0, 4) == pytest.approx(6 * step)
-    assert half.group_all_reduce(450e9, 2) == pytest.approx(1 + 2 * step)
+    latency = 36e-6 + 3 * 1.7e-6  # measured; rates are at most the nominal one
+    assert half.group_all_gather(450e9, 4) == pytest.approx(3 / 4 + 0.7 * latency)
+    assert half.group_all_reduce(450e9, 4) == pytest.approx(6 / 4 + latency)
+    assert half.group_all_reduce(0, 4) == pytest.approx(latency)
+    assert half.group_all_reduce(450e9, 2) == pytest.approx(1 + latency - 2 * 1.7e-6)
     two = ps.Network.preset("dgx_h100", 1.0, gpus_per_device=16)
     assert (two.nodes.gpus_per_node, two.nodes.devices_per_node) == (8, 1)  # type: ignore[union-attr]
     # 8 NICs of 50 GB/s have less than a port of 450 GB/s.
@@ -104,6 +107,76 @@ def test_collectives_between_gpus_of_a_device() -> None:
     routes = two.resolve(np.array([0]), np.array([1]), 2)
     assert routes.bandwidth.tolist() == [50e9]
     assert ps.Network().group_all_reduce(5, 1) == 0
+
+
+#: All-reduces of n GPUs take 2 + (n - 1) s besides their bytes, and reach 12 - 12/n bytes/s, at
+#: most 8.
+MEASURED = ps.NodeCollectives(
+    2, 1, bandwidth=12, loss=1, peak_bandwidth=8, half_latency=0.5, half_bandwidth=0.5
+)
+
+
+def measured_nodes(**fields: Any) -> ps.Network:
+    return ps.Network(nodes=replace(NODES, collectives=replace(MEASURED, **fields)))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "fastest"])
+def test_measured_collectives_inside_a_node(algorithm: str) -> None:
+    """Whatever the algorithm; groups over nodes have rings and trees."""
+    network, without = measured_nodes(), ps.Network(nodes=NODES)
+    assert network.all_reduce(24, [0, 1], algorithm) == 2 / 2 * 24 / 6 + 2 + 1
+    assert network.all_reduce(24, [3, 1, 0], algorithm) == 4 / 3 * 24 / 8 + 2 + 2
+    for members in ([0, 4], range(8), [0]):
+        assert network.all_reduce(24, members, algorithm) == (
+            without.all_reduce(24, members, algorithm)
+        )
+    assert network.all_to_all(24, range(4)) == without.all_to_all(24, range(4))
+    linked = replace(network, links=(ps.Link(1, 3, ((0, 1), (1, 0))),))
+    assert linked.all_reduce(6, [0, 1], "ring") == 6 / 1.5 + 2 * 1  # of both hops
+
+
+def test_halves_of_measured_collectives() -> None:
+    """Half of the bytes at half of the rate here, and half of the latency."""
+    network = measured_nodes().grouped(4)
+    assert network.group_all_reduce(24, 2) == 4 + 3
+    assert network.group_all_gather(24, 2) == 2 / 0.5 + 0.5 * 3
+    costs = ps.Costs(1, 2, gradient_bytes=24, parameter_bytes=48, network=measured_nodes())
+    schedule = ps.schedule("gpipe", 1, 1)
+    whole = ps.simulate(ps.lower(schedule, n_replicas=2), costs)
+    assert whole.makespan == 3 + (4 + 3)
+    halves = ps.simulate(ps.lower(schedule, n_replicas=2, shard_optimizer=True), costs)
+    assert halves.makespan == 3 + (4 + 1.5) + (8 + 1.5)
+
+
+def test_changes_of_measured_collectives() -> None:
+    """Scaled, endless, grouped, in files; a faster port raises the peak."""
+    network = measured_nodes()
+    slow = network.scaled(latency=2, bandwidth=0.5)
+    assert slow.all_reduce(24, [0, 1]) == 8 + 2 * 3
+    assert network.scaled(bandwidth=4).all_reduce(24, [0, 1]) == 24 / 24 + 3
+    assert network.scaled(bandwidth=8).all_reduce(24, [0, 1]) == 24 / 48 + 3
+    assert network.unlimited().all_reduce(24, [0, 1]) == 3
+    for own in (network, slow, network.unlimited(), network.grouped(2), ps.Network(nodes=NODES)):
+        assert ps.Network.from_dict(json.loads(json.dumps(own.to_dict()))) == own
+    assert "all-reduce of 4 GPUs of a node" in network._repr_html_()
+    with pytest.raises(PipeError, match="collectives of nodes has no 'slope'"):
+        ps.Nodes.from_dict({"devices_per_node": 2, "collectives": {"slope": 1}})
+    with pytest.raises(PipeError, match=r"half_latency must be a finite number \(at least 0.5"):
+        ps.NodeCollectives(half_latency=0.1)
+
+
+def test_machines_have_measured_collectives() -> None:
+    """Another efficiency scales them, up to the rates of the data sheet."""
+    seconds = {
+        share: ps.Network.preset("dgx_a100", share).all_reduce(300e6, range(8))
+        for share in (0.35, 0.7, 1.0)
+    }
+    latency, share = 36e-6 + 7 * 5.5e-6, 0.80 - 0.32 / 8
+    assert seconds[0.7] == pytest.approx(latency + 14 / 8 * 300e6 / (share * 300e9))
+    assert seconds[0.35] == pytest.approx(latency + 14 / 8 * 300e6 / (share / 2 * 300e9))
+    assert seconds[1.0] == pytest.approx(latency + 14 / 8 * 300e6 / 300e9)
+    slowest = ps.Cluster([("dgx_h100", 8), ("dgx_a100", 8)]).network()
+    assert slowest.all_reduce(300e6, range(8)) >= seconds[0.7]
 
 
 @pytest.mark.parametrize(

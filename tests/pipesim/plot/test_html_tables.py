@@ -51,6 +51,7 @@ def test_ports_and_nics_of_nodes() -> None:
     assert cells_of(html)[1:] == [
         ["inside a node", "port out, port in", "3.40 µs", "450 GB/s"],
         ["between nodes", "port out, NIC out, NIC in, port in", "14.0 µs", "50.0 GB/s"],
+        ["all-reduce of 8 GPUs of a node", "ports", "47.9 µs", "450 GB/s"],
         ["copies to hosts", "host out, host in", "10.0 µs", "64.0 GB/s"],
     ]
     assert "nodes of 2 devices (4 GPUs each; rates are those of one GPU)" in html
