@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipesim.errors import check_name, check_type
+from pipesim.lowering.parameter_shards import GatherParameters
 from pipesim.models.attention_rates import AttentionKernel
-from pipesim.models.model_sizes import Amount
+from pipesim.models.model_sizes import Amount, Size
 from pipesim.utils.checks import checked
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 TensorOverlap = Literal["none", "userbuffers", "async"]
+GradSync = Literal["last", "bucketed"]
 GradientExchange = Literal["reduce_scatter", "all_reduce"]
 
 
@@ -75,6 +77,12 @@ class Framework:
         ``"all_reduce"`` them, twice as many bytes. Replicas with an optimizer each all-reduce.
     exchange_copies
         Bytes a parameter that casts and copies around the exchange read and write; 0 by default.
+    grad_sync, n_buckets
+        When gradients are reduced: ``"last"`` (the default), after the last backward of a stage, or
+        ``"bucketed"``, in so many buckets behind it.
+    gather_parameters
+        When replicas that share an optimizer gather parameters: ``"after_step"`` (the default), or
+        ``"before_forward"``, behind the first forwards of the next step.
     launch
         Seconds of the host to launch a kernel; None (the default) for those of the GPU.
     source
@@ -107,6 +115,9 @@ class Framework:
     exchange_element_bytes: Amount = 0.0
     gradient_exchange: GradientExchange = "reduce_scatter"
     exchange_copies: Amount = 0.0
+    grad_sync: GradSync = "last"
+    n_buckets: Size = 4
+    gather_parameters: GatherParameters = "after_step"
     launch: Amount | None = None
     source: str = ""
 
@@ -130,6 +141,28 @@ class Framework:
         for attribute in changes:
             check_name("attribute of a framework", attribute, [x.name for x in fields(cls)])
         return replace(preset, name=name, **changes)
+
+    def lowering(
+        self, *, shard_optimizer: bool = False, shard_parameters: bool = False
+    ) -> dict[str, Any]:
+        """Return arguments of `pipesim.lower` that hide exchanges of replicas as it does.
+
+        Parameters
+        ----------
+        shard_optimizer
+            Whether replicas share the optimizer, and so gather parameters.
+        shard_parameters
+            Whether they share parameters, whose reductions and gathers hide by themselves.
+
+        Returns
+        -------
+        dict
+            ``grad_sync``, ``n_buckets`` and ``gather_parameters``, those that apply.
+        """
+        if shard_parameters:
+            return {}
+        gather = {"gather_parameters": self.gather_parameters} if shard_optimizer else {}
+        return {"grad_sync": self.grad_sync, "n_buckets": self.n_buckets, **gather}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes that differ from the best case, as values of JSON.
@@ -180,8 +213,12 @@ PRESETS: dict[str, Framework] = {
     "megatron_core_2024": Framework(
         attention_kernel="cudnn",
         tensor_overlap="userbuffers",
+        grad_sync="bucketed",
+        n_buckets=16,
+        gather_parameters="before_forward",
         source="NVIDIA/dgxc-benchmarking, settings of NeMo: ub_tp_comm_overlap, overlap_grad_sync, "
-        "overlap_param_sync; Megatron-Bridge, comm_overlap.py",
+        "overlap_param_sync; Megatron-Bridge, comm_overlap.py; Megatron-LM, buckets of at least "
+        "40 million parameters, which are 10 to 30 of a chunk of models of 70 to 400 billion",
     ),
     "torchtitan_2024": Framework(
         attention_kernel="fa2",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import pipesim as ps
+from pipesim.calibration.measured_steps import measured_steps, step_predictions
 from pipesim.errors import CostsWarning, UnknownNameError
 from pipesim.models.attention_rates import attention_flops
 
@@ -142,6 +143,32 @@ def test_gradients_are_exchanged_in_32_bits_by_all_reduces() -> None:
     parameters = 20 * LLAMA.layer_parameters + LLAMA.embedding_parameters
     assert seconds(ALEPH, "STEP") - seconds(None, "STEP") == pytest.approx(26e-12 * parameters)
     assert seconds(ALEPH, "UNSHARD") == seconds(None, "UNSHARD")
+
+
+def test_exchanges_behind_compute() -> None:
+    """Rows of measured steps are lowered as their framework says, unless they say otherwise."""
+    row = {
+        **vars(LLAMA), "microbatch_size": 1, "global_batch": 16, "n_devices": 2, "n_replicas": 2,
+        "schedule": "interleaved_1f1b", "n_chunks": 4, "shard_optimizer": True, "seconds": 1.0,
+        "flash_attention": True,
+    }  # fmt: skip
+    early, late, usual, alone = (
+        step.graph
+        for step in step_predictions(measured_steps([
+            {**row, "framework": "megatron_core_2024"},
+            {**row, "framework": "megatron_core_2024", "gather_parameters": "after_step"},
+            row,
+            {**row, "framework": "megatron_core_2024", "n_replicas": 1, "shard_optimizer": False},
+        ]))
+    )  # fmt: skip
+    gathered = [
+        float(ps.simulate(graph, ps.Costs(1, 2)).start[graph.op == ps.Op.UNSHARD].min())
+        for graph in (early, late)
+    ]
+    assert gathered[0] == 0 < gathered[1]
+    buckets = [int((graph.op == ps.Op.REDUCE_GRAD).sum()) for graph in (early, late, usual, alone)]
+    assert buckets == [16 * 16, 16 * 16, 16, 0]
+    assert ps.Framework.preset("megatron_core_2024").lowering(shard_parameters=True) == {}
 
 
 def test_launches_of_a_framework() -> None:
