@@ -117,7 +117,7 @@ class Parallel:
         ``"fp16"``, ``"fp8"`` (a scale for each tensor), ``"mxfp8"`` or ``"nvfp4"``. Both formats of
         16 bits cost the same. `pipesim.models.precision` says what stays in 16 bits, and
         `pipesim.gpus` which GPU has which. It changes no seconds that follow from
-        ``flops_per_second``.
+        ``flops_per_second``. The model FLOPs utilization is over the peak of 16 bits in any case.
 
     Examples
     --------
