@@ -468,17 +468,30 @@ def lower(
     return in_issue_order(graph, issue_order).as_verified()
 
 
-def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool) -> TaskGraph:
+def lower_replica(
+    schedule: Schedule,
+    *,
+    replicated: bool,
+    shard_optimizer: bool,
+    grad_sync: GradSyncArgument = "last",
+    n_buckets: int = 4,
+    gather_parameters: GatherParameters = "after_step",
+) -> TaskGraph:
     """Lower one of several equal replicas alone, with its part in their collectives.
 
     The tasks are those of the first copy (`pipesim.graph.copies`) of
     ``lower(schedule, n_replicas=n)`` for any ``n`` above 1 if ``replicated``, else of one replica.
+    Other arguments are those of `lower`.
     """
     verify_listing(schedule)
     check_tasks(len(schedule.op))
     collectives = checked_collectives(
-        schedule, "last", 1, Exchanges(), 2 if replicated else 1, shard_optimizer, "after_step",
-        "flush",
+        schedule, grad_sync, n_buckets, Exchanges(), 2 if replicated else 1, shard_optimizer,
+        gather_parameters, "flush",
+    )  # fmt: skip
+    parameters = checked_parameter_shards(
+        schedule, "none", gather_parameters, 1, (), n_replicas=2 if replicated else 1,
+        shard_optimizer=shard_optimizer,
     )  # fmt: skip
     options = LoweringOptions(
         recompute=recompute_label(schedule, "listed"),
@@ -491,6 +504,7 @@ def lower_replica(schedule: Schedule, *, replicated: bool, shard_optimizer: bool
     kinds, partners = add_partners(compute.kinds, True, "per_peer", collectives, ())
     cycles = clock_cycles(schedule, compute)
     issued = issue(compute, cycles, partners, True, 1, collectives.groups)
+    kinds, issued = with_parameter_shards(parameters, kinds, issued, overlap=True)
     return TaskGraph.of_kinds(
         kinds, issued.kind, issued.microbatch, name=schedule.name, options=options
     ).as_verified()

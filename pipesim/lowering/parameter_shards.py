@@ -21,7 +21,7 @@ changed (``gather_parameters="before_forward"``), once a stage and without prefe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ from pipesim.utils.texts import parse_int
 ShardParameters: TypeAlias = Literal["none", "every", "step"] | int
 GatherParameters: TypeAlias = Literal["after_step", "before_forward"]
 SHARD_PARAMETERS = ("none", "every", "step")
+GATHER_PARAMETERS: tuple[GatherParameters, ...] = get_args(GatherParameters)
 _FORWARD, _BACKWARD = range(len(PASSES))
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.options import GradSyncs
 from pipesim.lowering.lower import lower
+from pipesim.lowering.parameter_shards import GatherParameters
 from pipesim.planning.choice import PlanChoice, layers_text, schedule_options
 from pipesim.scheduling.placement import Layout, Placement
 from pipesim.scheduling.registry import schedule as named_schedule
@@ -33,6 +35,8 @@ class TrainerSettings:
         Order of the devices of replicas, as in `pipesim.lower`.
     overlap
         Whether messages overlap compute.
+    grad_sync, gather_parameters
+        When replicas reduce gradients and gather parameters, as in `pipesim.lower`.
     expert_tensor_parallel
         GPUs that share each expert.
     schedule_csv
@@ -61,6 +65,8 @@ class TrainerSettings:
     global_batch: int
     layout: Layout = "stage_major"
     overlap: bool = True
+    grad_sync: GradSyncs = "last"
+    gather_parameters: GatherParameters = "after_step"
     expert_tensor_parallel: int = 1
     schedule_csv: str = ""
     ignored: tuple[str, ...] = ()
@@ -99,6 +105,8 @@ class TrainerSettings:
             "layout": self.layout,
             "overlap": self.overlap,
             "shard_optimizer": choice.shard_optimizer,
+            "grad_sync": self.grad_sync,
+            "gather_parameters": self.gather_parameters,
             "shard_parameters": choice.shard_parameters,
             "offload": choice.offload,
         }

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from pipesim.costs.layer_split import read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
-from pipesim.lowering.parameter_shards import ShardParameters
+from pipesim.graph.options import GradSyncs
+from pipesim.lowering.parameter_shards import GatherParameters, ShardParameters
 from pipesim.planning.choice import PlanChoice
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout
@@ -44,9 +45,13 @@ OFFLOADED = (
 
 
 def megatron_flags(
-    choice: PlanChoice, global_batch: int, layout: Layout, *, has_experts: bool = False
-) -> str:
-    """Return the flags of a configuration; see `Plan.to_megatron`."""
+    choice: PlanChoice, global_batch: int, layout: Layout, exchange: Mapping[str, object], *,
+    has_experts: bool = False,
+) -> str:  # fmt: skip
+    """Return the flags of a configuration; see `Plan.to_megatron`.
+
+    ``exchange``: when replicas reduce gradients and gather parameters; options of `pipesim.lower`.
+    """
     _check(choice)
     _check_sharing(choice, has_experts)
     t = choice.tensor_parallel
@@ -66,6 +71,10 @@ def megatron_flags(
     flags += ["--sequence-parallel"] * (choice.sequence_parallel and t > 1)
     flags += _RECOMPUTE[choice.recompute]
     flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
+    gathers = choice.optimizer_shares > 1 and exchange.get("gather_parameters") == "before_forward"
+    reduces = choice.data_parallel > 1 and exchange.get("grad_sync") == "bucketed"
+    flags += ["--overlap-grad-reduce"] * (reduces or gathers)  # which the gather needs
+    flags += ["--overlap-param-gather"] * gathers
     flags += _FSDP * choice.shards_parameters
     if choice.offload != "none":
         flags += ["--fine-grained-activation-offloading", "--offload-modules", *OFFLOADED]
@@ -174,10 +183,10 @@ def read_megatron(
 ) -> TrainerSettings:
     """Read the configuration of a pipeline from flags of Megatron-LM.
 
-    Flags of parallel sizes, batch sizes, stages and their layers, recompute, distributed optimizer,
-    Megatron-FSDP, offload and order of ranks are understood. Others that would change the pipeline
-    are refused, such as ``--yaml-cfg`` and ``--rampup-batch-size``, and the rest is listed in
-    `TrainerSettings.ignored`.
+    Flags of parallel sizes, batch sizes, stages and their layers, recompute, distributed optimizer
+    and its overlap, Megatron-FSDP, offload and order of ranks are understood. Others that would
+    change the pipeline are refused, such as ``--yaml-cfg`` and ``--rampup-batch-size``, and the
+    rest is listed in `TrainerSettings.ignored`.
 
     Parameters
     ----------
@@ -242,12 +251,15 @@ def read_megatron(
         shard_parameters=shard_parameters,
         offload=_offload(read),
     )
+    grad_sync, gather_parameters = _exchange(read, choice)
     in_a_row = read.switch("--use-tp-pp-dp-mapping")
     return TrainerSettings(
         choice,
         batch,
         layout="replica_major" if in_a_row else "stage_major",
         overlap=not read.switch("--no-overlap-p2p-communication"),
+        grad_sync=grad_sync,
+        gather_parameters=gather_parameters,
         expert_tensor_parallel=read.count("--expert-tensor-parallel-size") or t,
         ignored=_checked_rest(read),
     )
@@ -339,6 +351,28 @@ def _sharding(read: Flags, replicas: int) -> tuple[ShardParameters, bool]:
     }
     check_name("flags: --data-parallel-sharding-strategy", strategy, kinds)
     return kinds[strategy] if replicas > 1 else ("none", False)
+
+
+def _exchange(read: Flags, choice: PlanChoice) -> tuple[GradSyncs, GatherParameters]:
+    """Return when replicas reduce gradients and gather parameters.
+
+    Of all stages, the first alone reduces in buckets (``DistributedDataParallel`` of
+    ``megatron/core/distributed``): it is the last to finish its backwards.
+    """
+    reduces, gathers = map(read.switch, ("--overlap-grad-reduce", "--overlap-param-gather"))
+    shares = read.switch("--use-distributed-optimizer") or read.switch("--use-megatron-fsdp")
+    if gathers and not (reduces and shares):
+        raise ArgumentError(
+            "flags: --overlap-param-gather needs --overlap-grad-reduce, and "
+            "--use-distributed-optimizer or --use-megatron-fsdp; add them, or leave it out"
+        )
+    if choice.data_parallel == 1 or choice.shards_parameters:  # FSDP hides both in any case
+        return "last", "after_step"
+    rest = ("last",) * (choice.n_stages - 1)
+    return (
+        ("bucketed", *rest) if reduces and rest else "bucketed" if reduces else "last",
+        "before_forward" if gathers and choice.shard_optimizer else "after_step",
+    )
 
 
 def _offload(read: Flags) -> str:

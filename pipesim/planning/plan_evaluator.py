@@ -228,8 +228,12 @@ class Evaluator:
 
     @kept(*_ORDER, most=_MOST_GRAPHS)
     def _replica_graph(self, choice: PlanChoice, replicated: bool, shards: bool) -> TaskGraph:
-        schedule = self._schedule(choice)
-        return lower_replica(schedule, replicated=replicated, shard_optimizer=shards)
+        return lower_replica(
+            self._schedule(choice),
+            replicated=replicated,
+            shard_optimizer=shards,
+            **self.problem.exchange(choice),
+        )
 
     @kept(*_ORDER, most=_MOST_GRAPHS)
     def _order(self, choice: PlanChoice) -> Ints | None:
@@ -282,8 +286,12 @@ class Priced:
         algorithm = "ring" if shares > 1 else costs.all_reduce
         over = partial(self.evaluator.reductions, choice, algorithm)
         of_experts = None if costs.expert_replicas == 1 else over(costs.expert_replicas)
-        sharing = Sharing(shares, choice.shards_parameters)
-        return least_end(costs, choice_facts(choice).devices, sharing, over(1), of_experts)
+        exchange = self.evaluator.problem.exchange(choice)
+        is_early = exchange.get("gather_parameters") == "before_forward"
+        sharing = Sharing(shares, choice.shards_parameters or is_early)
+        hides = exchange.get("grad_sync") == "bucketed"  # all but the last bucket, of any size
+        reductions = (None, None) if hides else (over(1), of_experts)
+        return least_end(costs, choice_facts(choice).devices, sharing, *reductions)
 
     @kept(*_PLACE, "optimizer_shares", "shards_parameters")
     def least_memory(self, choice: PlanChoice, offloads: bool) -> Floats:

@@ -105,10 +105,11 @@ class Plan:
         """Return the flags of Megatron-LM for this configuration, quoted for a shell.
 
         They are those of Megatron-LM 0.20.0: parallel sizes, order of ranks, stages and their
-        layers, batch sizes, recompute, distributed optimizer and Megatron-FSDP. ``shlex.split``
-        makes them a list. Replicas follow from the number of processes. Sizes of the model, kernels
-        and the optimizer's settings are not among them. ``offload="all"`` of a model with experts
-        is the offload of the inputs of all modules, which are nearly all activations.
+        layers, batch sizes, recompute, distributed optimizer and its overlap, Megatron-FSDP.
+        ``shlex.split`` makes them a list. Replicas follow from the number of processes. Sizes of
+        the model, kernels and the optimizer's settings are not among them. ``offload="all"`` of a
+        model with experts is the offload of the inputs of all modules, which are nearly all
+        activations.
 
         Returns
         -------
@@ -127,8 +128,9 @@ class Plan:
         problem = self.problem
         has_experts = bool(getattr(problem.model, "n_experts", 0))
         return megatron_flags(
-            self.choice, problem.global_batch, problem.layout, has_experts=has_experts
-        )
+            self.choice, problem.global_batch, problem.layout, problem.exchange(self.choice),
+            has_experts=has_experts,
+        )  # fmt: skip
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:
         """Return the settings of torchtitan 0.2.2 for this configuration, as TOML.

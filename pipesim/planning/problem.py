@@ -17,6 +17,7 @@ from pipesim.costs.rows import STAGE_ROWS
 from pipesim.errors import CostsWarning, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
+from pipesim.lowering.parameter_shards import GatherParameters
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
@@ -59,6 +60,8 @@ class PlanProblem:
     memory_reserve: float = 0.0
     is_even: bool = False
     measured_size: int | None = None
+    grad_sync: str = "last"
+    gather_parameters: GatherParameters = "after_step"
 
     @property
     def n_layers(self) -> int:
@@ -187,11 +190,21 @@ class PlanProblem:
             schedule,
             n_replicas=choice.data_parallel,
             shard_optimizer=choice.shard_optimizer,
+            **self.exchange(choice),
             layout=self.layout,
             shard_parameters=choice.shard_parameters,
             offload=choice.offload,
             **experts,
         )
+
+    def exchange(self, choice: PlanChoice) -> dict[str, Any]:
+        """Return options of `pipesim.lower`: when replicas reduce gradients, gather parameters."""
+        options: dict[str, Any] = {}
+        if not choice.shards_parameters:
+            options["grad_sync"] = self.grad_sync
+        if choice.shard_optimizer and placement_of(choice).n_paths == 1:
+            options["gather_parameters"] = self.gather_parameters
+        return options
 
     def device_limits(self, choice: PlanChoice) -> list[float]:
         """Return the most bytes of each device of the pipeline, on its smallest GPU."""

@@ -66,7 +66,7 @@ def test_every_choice_of_megatron() -> None:
     for choice in choices({"1f1b": 1, "interleaved_1f1b": 2}):
         for layout in ("stage_major", "replica_major"):
             try:
-                flags = megatron_flags(choice, batch_of(choice), layout)  # type: ignore[arg-type]
+                flags = megatron_flags(choice, batch_of(choice), layout, {})  # type: ignore[arg-type]
             except ArgumentError:
                 continue
             settings = ps.read_megatron(flags, n_layers=8, n_gpus=choice.n_gpus)
@@ -81,7 +81,7 @@ def test_every_choice_of_megatron() -> None:
 def test_offload_of_megatron() -> None:
     """All modules of a model with experts, or none."""
     choice = replace(CHOICE, offload="all")
-    flags = megatron_flags(choice, 16, "stage_major", has_experts=True)
+    flags = megatron_flags(choice, 16, "stage_major", {}, has_experts=True)
     assert ps.read_megatron(flags, n_layers=8, n_gpus=8).choice == choice
     fewer = flags.replace(OFFLOADED[0], "")
     with pytest.raises(ArgumentError, match="--offload-modules must be all of attn_norm"):
@@ -165,12 +165,47 @@ def test_a_command_line() -> None:
     assert settings.ignored == ("--bf16", "--lr", "--split")
     assert settings.lower_options == {
         "n_replicas": 4, "layout": "stage_major", "overlap": False, "shard_optimizer": True,
-        "shard_parameters": "none", "offload": "none",
+        "grad_sync": "last", "gather_parameters": "after_step", "shard_parameters": "none",
+        "offload": "none",
     }  # fmt: skip
     assert repr(settings) == (
         "<TrainerSettings tp2 pp4 dp4, interleaved_1f1b x2, 16 micro-batches of 2, selective "
         "recompute, distributed optimizer, sequence parallel; 8x4 layers; 3 ignored>"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "n_stages", "wanted"),
+    [
+        ("", 1, ("last", "after_step")),
+        ("--overlap-grad-reduce", 1, ("bucketed", "after_step")),
+        ("--overlap-grad-reduce", 4, (("bucketed", "last", "last", "last"), "after_step")),
+        (
+            "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
+            2,
+            (("bucketed", "last"), "before_forward"),
+        ),
+        (
+            "--overlap-grad-reduce --overlap-param-gather --use-megatron-fsdp",
+            1,
+            ("last", "after_step"),
+        ),
+    ],
+)
+def test_exchanges_of_replicas(flags: str, n_stages: int, wanted: tuple[Any, str]) -> None:
+    """Of all stages, the first alone has buckets. One replica exchanges nothing."""
+    text = f"{LEAST} {flags} --pipeline-model-parallel-size {n_stages}"
+    settings = ps.read_megatron(text, n_gpus=2 * n_stages)
+    assert (settings.grad_sync, settings.gather_parameters) == wanted
+    assert settings.graph.n_replicas == 2
+    alone = ps.read_megatron(text, n_gpus=n_stages)
+    assert (alone.grad_sync, alone.gather_parameters) == ("last", "after_step")
+
+
+@pytest.mark.parametrize("other", ["--overlap-grad-reduce", "--use-distributed-optimizer"])
+def test_gathers_need_other_flags(other: str) -> None:
+    with pytest.raises(ArgumentError, match="--overlap-param-gather needs --overlap-grad-reduce"):
+        ps.read_megatron(f"{LEAST} --overlap-param-gather {other}")
 
 
 def test_flags_that_are_off_are_ignored() -> None:

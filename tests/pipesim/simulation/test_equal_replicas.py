@@ -254,12 +254,23 @@ def test_simulate_runs_equal_replicas_once(engine: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev", "interleaved_1f1b"])
-@pytest.mark.parametrize("shard_optimizer", [False, True])
-def test_replica_is_the_first_copy(name: str, shard_optimizer: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shard_optimizer": False},
+        {"shard_optimizer": True},
+        {
+            "shard_optimizer": True,
+            "grad_sync": "bucketed",
+            "gather_parameters": "before_forward",
+        },
+    ],
+)
+def test_replica_is_the_first_copy(name: str, options: dict[str, Any]) -> None:
     """A replica lowered alone has the tasks of the first of several, and their dependencies."""
     schedule = ps.schedule(name, 2, 6)
-    alone = lower_replica(schedule, replicated=True, shard_optimizer=shard_optimizer)
-    copy = ps.lower(schedule, n_replicas=3, shard_optimizer=shard_optimizer).first_copy
+    alone = lower_replica(schedule, replicated=True, **options)
+    copy = ps.lower(schedule, n_replicas=3, **options).first_copy
     assert copy is not None
     first = copy.graph
     assert alone.kinds == first.kinds
