@@ -91,6 +91,11 @@ class Network:
     nominal_nic_share
         The same of NICs alone, the ``nic_efficiency`` of `preset`; None (the default) for
         ``nominal_share``.
+    interleaves
+        Whether links send messages between the pieces of a collective, as NICs do with those of
+        NCCL: a message and a collective then do not wait for each other, and each has the whole
+        bandwidth, as if the other had next to no bytes. False (the default): they take turns, whole
+        (rule 8). A message of 1 ms may then wait for a reduction of 100 ms.
 
     Examples
     --------
@@ -119,6 +124,7 @@ class Network:
     host: HostLink | None = None
     nominal_share: Positive | None = None
     nominal_nic_share: Positive | None = None
+    interleaves: bool = False
 
     def __post_init__(self) -> None:
         latency, bandwidth = checked_speed("network", self.latency, self.bandwidth)
@@ -385,8 +391,9 @@ class Network:
     ) -> NDArray[np.int64]:
         """Return the links of the hops that begin at each member; a collective holds all of them.
 
-        Links are numbered as by `resolve` for as many devices. Links of infinite bandwidth are
-        left out. For an all-to-all, so are links of a single pair, which hardly any message uses.
+        Links are numbered as by `resolve` for as many devices; with `interleaves`, by numbers of
+        their own. Links of infinite bandwidth are left out. For an all-to-all, so are links of a
+        single pair, which hardly any message uses.
 
         Parameters
         ----------
@@ -423,7 +430,11 @@ class Network:
             )
         if len(members) == 1:
             return np.empty((1, 0), dtype=np.int64)
-        return links(self._router, members, n_devices)
+        held = links(self._router, members, n_devices)
+        if self.interleaves:  # behind the links of messages and of hosts
+            n_others = self._router.n_links(n_devices) + 2 * n_devices
+            return np.where(held >= 0, held + n_others, held)
+        return held
 
     def unlimited(self) -> Network:
         """Return this network with infinite bandwidth, so that only latency is left.
@@ -534,8 +545,16 @@ class Network:
         for share, factor in ((self.nominal_share, bandwidth), (of_nics, nic_bandwidth)):
             product = (share or 0.0) * factor
             shares.append(product if 0 < product < math.inf else None)
-        rates = self.latency * latency, self.bandwidth * bandwidth
-        return Network(*rates, links, nodes, host, *shares)
+        return replace(
+            self,
+            latency=self.latency * latency,
+            bandwidth=self.bandwidth * bandwidth,
+            links=links,
+            nodes=nodes,
+            host=host,
+            nominal_share=shares[0],
+            nominal_nic_share=shares[1],
+        )
 
     @classmethod
     def preset(
@@ -643,7 +662,7 @@ class Network:
         -------
         dict
             Latencies in seconds, bandwidths in bytes a second. ``nodes``, ``host``,
-            ``nominal_share`` and ``nominal_nic_share`` only if set.
+            ``nominal_share``, ``nominal_nic_share`` and ``interleaves`` only if set.
         """
         nodes = {} if self.nodes is None else {"nodes": self.nodes.to_dict()}
         host = {} if self.host is None else {"host": self.host.to_dict()}
@@ -656,6 +675,7 @@ class Network:
             **nodes,
             **host,
             **shares,
+            **({"interleaves": True} if self.interleaves else {}),
         }
 
     @classmethod

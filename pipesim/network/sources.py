@@ -208,7 +208,7 @@ def machines() -> pd.DataFrame:
 PRESET_OPTIONS = ("efficiency", "gpus_per_device", "nic_efficiency")
 _SHARES = ("nominal_share", "nominal_nic_share")
 #: Keys that a table of settings may have for a network.
-KEYS = ("latency", "bandwidth", "links", "nodes", "host", *_SHARES, "preset",
+KEYS = ("latency", "bandwidth", "links", "nodes", "host", *_SHARES, "interleaves", "preset",
         *PRESET_OPTIONS)  # fmt: skip
 
 
@@ -268,6 +268,7 @@ def network_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "latency": values.get("latency", 0.0),
         "bandwidth": bandwidth_from_json(values.get("bandwidth")),
         "links": tuple(Link.from_dict(link) for link in links),
+        "interleaves": values.get("interleaves", False),
         **fields,
     }
 

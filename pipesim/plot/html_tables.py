@@ -351,7 +351,8 @@ def _title(network: Network) -> str:
     share, of_nics = network.nominal_share, network.nominal_nic_share
     text = f"Network of {', and '.join(parts) or 'one link for each pair of devices'}"
     text += "" if share is None else f", {share:.3g} of nominal bandwidths"
-    return text if of_nics is None else f"{text}, NICs {of_nics:.3g}"
+    text += "" if of_nics is None else f", NICs {of_nics:.3g}"
+    return text + ", which interleave messages and collectives" * network.interleaves
 
 
 def _nodes_text(nodes: Nodes) -> str:

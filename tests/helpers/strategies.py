@@ -359,7 +359,10 @@ def linked_networks(draw: st.DrawFn, n_devices: int) -> ps.Network:
     owner = [draw(st.integers(-2, 1)) for _ in pairs]  # below 0: a link of its own
     groups = [[p for p, o in zip(pairs, owner, strict=True) if o == k] for k in (0, 1)]
     links = [ps.Link(draw(seconds), draw(bandwidths()), tuple(g)) for g in groups if g]
-    return ps.Network(draw(seconds), draw(bandwidths()), tuple(links), host=draw(host_links()))
+    return ps.Network(
+        draw(seconds), draw(bandwidths()), tuple(links), host=draw(host_links()),
+        interleaves=draw(st.booleans()),
+    )  # fmt: skip
 
 
 def host_links() -> st.SearchStrategy[ps.HostLink]:

@@ -123,6 +123,23 @@ def test_message_and_reduction_of_one_moment(first: bool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
+def test_messages_between_the_pieces_of_a_reduction(name: str) -> None:
+    """Neither waits for the other; the second message waits for the first."""
+    uses = [(0, -1, 1, 2), (4, -1, 2, 2), (1, 5, 2, 1), (2, 6, 2, 1)]
+    network = replace(NICS, interleaves=True)
+    timeline = ps.simulate(*traffic(uses, network), engine=name)
+    assert draw(timeline, rows="^[04]$|send") == grid("""
+        0        | F0 .. RG RG
+        1 send:5 | .. .. F0 ..
+        2 send:6 | .. .. .. F0
+        4        | F0 F0 RG RG
+    """)
+    assert ps.Network.from_dict(network.to_dict()) == network
+    assert network.scaled(bandwidth=2).interleaves
+    assert "interleave" in network._repr_html_()
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_reductions_of_two_stages_share_a_nic(name: str) -> None:
     """Rule 9: stage 0's gradients are there at 4, and stage 1's hold both NICs until 5."""
     nodes = ps.Nodes(2, nic_bandwidth=1, n_nics=1)
