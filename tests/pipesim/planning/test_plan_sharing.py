@@ -432,6 +432,9 @@ def test_exchanges_behind_compute() -> None:
         wanted = flags if choice.shard_optimizer else {"--overlap-grad-reduce"}
         assert flags & set(plan.to_megatron().split()) == wanted
         assert not flags & set(usual.plan(choice).to_megatron().split())
+    alone = {"pipeline_parallel": 1, "microbatch_size": 2, "schedules": "1f1b"}
+    slow = ps.plan(DENSE, CLUSTER, **QUICK, **alone, **HIDDEN)
+    assert all(row.bound <= row.step for row in slow.ranked), "reductions begin before the end"
     with pytest.raises(ArgumentError, match="unknown gather_parameters 'later'"):
         ps.plan(DENSE, FAST, **QUICK, gather_parameters="later")  # type: ignore[arg-type]
 
