@@ -15,6 +15,7 @@ from pipesim.lowering.parameter_shards import (
     GatherParameters,
     ShardParameters,
 )
+from pipesim.models.framework import GradSync
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import FixedSettings, Parallel, as_parallel, takes_settings
 from pipesim.models.transformer import Transformer
@@ -68,8 +69,8 @@ def plan(
     n_slices: int | Sequence[int] | None = None,
     split: PlanSplit = "refined",
     layout: Layout = "stage_major",
-    grad_sync: Literal["last", "bucketed"] = "last",
-    gather_parameters: GatherParameters = "after_step",
+    grad_sync: GradSync | None = None,
+    gather_parameters: GatherParameters | None = None,
     memory_limit: float | str | None = None,
     memory_reserve: float = 0.0,
     where: Callable[[PlanChoice], bool] | Sequence[Callable[[PlanChoice], bool]] | None = None,
@@ -141,9 +142,10 @@ def plan(
     layout
         Order of devices, as in `pipesim.lower`: by default replicas of a stage are neighbours.
     grad_sync, gather_parameters
-        When replicas reduce gradients, and gather what others have stepped, as in `pipesim.lower`.
-        Where that does not apply, it has no effect: buckets with ``shard_parameters``, gathers
-        ``"before_forward"`` without ``shard_optimizer`` and in bidirectional schedules.
+        When replicas reduce gradients, and gather what others have stepped, as in `pipesim.lower`;
+        by default as the framework does. Where that does not apply, it has no effect: buckets with
+        ``shard_parameters``, gathers ``"before_forward"`` without ``shard_optimizer`` and in
+        bidirectional schedules.
     memory_limit
         Most bytes of each device, such as ``"76GB"``, as in `pipesim.simulate`. By default the
         usable memory of its GPU.
@@ -190,11 +192,11 @@ def plan(
         model, cluster, global_batch, memory_limit, memory_reserve, layout, split == "even",
         as_parallel(plan, {"flash_attention": True}, settings),
     )  # fmt: skip
-    problem = replace(
-        problem,
-        grad_sync=check_name("grad_sync", grad_sync, ("last", "bucketed")),
-        gather_parameters=check_name("gather_parameters", gather_parameters, GATHER_PARAMETERS),  # type: ignore[arg-type]  # one of them
-    )
+    if grad_sync is not None:
+        check_name("grad_sync", grad_sync, get_args(GradSync))
+    if gather_parameters is not None:
+        check_name("gather_parameters", gather_parameters, GATHER_PARAMETERS)
+    problem = replace(problem, grad_sync=grad_sync, gather_parameters=gather_parameters)
     space = SearchSpace.checked(
         tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel,
         data_parallel=data_parallel, microbatch_size=microbatch_size, schedules=schedules,

@@ -18,6 +18,7 @@ from pipesim.errors import CostsWarning, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.lowering.parameter_shards import GatherParameters
+from pipesim.models.framework import GradSync
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
@@ -60,8 +61,8 @@ class PlanProblem:
     memory_reserve: float = 0.0
     is_even: bool = False
     measured_size: int | None = None
-    grad_sync: str = "last"
-    gather_parameters: GatherParameters = "after_step"
+    grad_sync: GradSync | None = None
+    gather_parameters: GatherParameters | None = None
 
     @property
     def n_layers(self) -> int:
@@ -199,12 +200,15 @@ class PlanProblem:
 
     def exchange(self, choice: PlanChoice) -> dict[str, Any]:
         """Return options of `pipesim.lower`: when replicas reduce gradients, gather parameters."""
-        options: dict[str, Any] = {}
-        if not choice.shards_parameters:
-            options["grad_sync"] = self.grad_sync
-        if choice.shard_optimizer and placement_of(choice).n_paths == 1:
-            options["gather_parameters"] = self.gather_parameters
-        return options
+        framework = self.parallel.framework
+        if self.grad_sync:
+            framework = replace(framework, grad_sync=self.grad_sync)
+        if self.gather_parameters:
+            framework = replace(framework, gather_parameters=self.gather_parameters)
+        return framework.lowering(
+            shard_optimizer=choice.shard_optimizer and placement_of(choice).n_paths == 1,
+            shard_parameters=choice.shards_parameters,
+        )
 
     def device_limits(self, choice: PlanChoice) -> list[float]:
         """Return the most bytes of each device of the pipeline, on its smallest GPU."""

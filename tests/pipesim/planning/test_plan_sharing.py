@@ -435,6 +435,8 @@ def test_exchanges_behind_compute() -> None:
     alone = {"pipeline_parallel": 1, "microbatch_size": 2, "schedules": "1f1b"}
     slow = ps.plan(DENSE, CLUSTER, **QUICK, **alone, **HIDDEN)
     assert all(row.bound <= row.step for row in slow.ranked), "reductions begin before the end"
+    framework = ps.Framework(n_buckets=4, **HIDDEN)
+    assert ps.plan(DENSE, CLUSTER, **QUICK, **alone, framework=framework).ranked == slow.ranked
     with pytest.raises(ArgumentError, match="unknown gather_parameters 'later'"):
         ps.plan(DENSE, FAST, **QUICK, gather_parameters="later")  # type: ignore[arg-type]
 
