@@ -11,7 +11,9 @@ Shares of FLOP/s rest on three things, which ``basis`` names:
   that reach their power limit: H100 reaches 0.80 in large products and 0.60 in training.
 - *large products*: the best of many shapes of bfloat16 products in torch [1]_.
 - Otherwise the share of a GPU of the same architecture, or 0.7, is assumed. H20 is far from its
-  power limit, and has the share of H100 in large products.
+  power limit, and has the share of H100 in large products. Of an H100 that is limited to 500 W in
+  place of 700 W, products are assumed to be (500/700)^(1/3) as fast: power grows with the third
+  power of a clock whose voltage follows.
 
 Fused attention has a share of its own where its kernels were measured: 0.54 on B200 (cuDNN) and
 0.69 on A100, for deep heads and many tiles, forward and backward together [5]_. By these and the
@@ -30,7 +32,8 @@ Shares of bandwidth, 0.85, are assumed for all: large copies reach 0.9 and more,
 kernels of a training step less.
 
 Multiprocessors (compute units of AMD) are those of the vendors' architecture papers, as listed by
-TechPowerUp (source 13); a GPU of two dies has those of both.
+TechPowerUp (source 13); a GPU of two dies has those of both. B300 and GB300 are assumed to have
+those of B200; NVIDIA names 160 for their whole chip.
 
 References
 ----------
@@ -86,6 +89,8 @@ _A100, _H100, _B200 = (0.83, "training steps"), (0.60, "training steps"), (0.45,
 _A100_PCIE, _MI250X = (0.81, "large products"), (0.77, "large products")
 _MI300X, _MI325X = (0.51, "large products"), (0.60, "large products")
 _LIKE_A100, _LIKE_H100, _LIKE_B200 = (0.83, "as A100"), (0.60, "as H100"), (0.45, "as B200")
+_H100_500W = 0.60 * (500 / 700) ** (1 / 3), "as H100 of 700 W, times (500/700)^(1/3)"
+_LIKE_MI325X = (0.60, "as MI325X")
 _ON_A100, _ON_B200 = 0.69, 0.54  # of fused attention
 _HOPPER = {"fp8": 1.65}
 _BLACKWELL = {"fp8": 1.67, "mxfp8": 1.59, "nvfp4": 3.02}
@@ -109,6 +114,11 @@ SOURCES = {
     11: f"{_AMD}accelerators/instinct/mi300/mi300x.html",
     12: f"{_AMD}accelerators/instinct/mi300/mi325x.html",
     13: "https://www.techpowerup.com/gpu-specs/ (sold in China, without a public data sheet)",
+    14: "https://www.nvidia.com/en-us/data-center/hgx/ (eighth of HGX B300)",
+    15: f"{_NVIDIA}gb300-nvl72/ (72nd of a rack)",
+    16: f"{_AMD}accelerators/instinct/mi350/mi355x.html",
+    17: "https://github.com/pytorch/torchtitan/blob/main/benchmarks/"
+    "llama3_h100_202412_torchtitan.md (96 GB of HBM2e at 2.4 TB/s, 500 W)",
 }
 
 DATA_SHEETS = {
@@ -123,6 +133,8 @@ DATA_SHEETS = {
                            attention_efficiency=_ON_A100),
     "h100_sxm": DataSheet("NVIDIA H100 SXM 80 GB", 989.4e12, 3350e9, 80e9, 132, *_H100, 3,
                           architecture="h100", product_ratios=_HOPPER),
+    "h100_sxm_500w": DataSheet("NVIDIA H100 SXM 96 GB, 500 W", 989.4e12, 2400e9, 96e9, 132,
+                               *_H100_500W, 17, architecture="h100", product_ratios=_HOPPER),
     "h100_pcie": DataSheet("NVIDIA H100 PCIe 80 GB", 756e12, 2000e9, 80e9, 114, *_LIKE_H100, 3,
                            product_ratios=_HOPPER),
     "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, 132, *_LIKE_H100, 3,
@@ -137,6 +149,10 @@ DATA_SHEETS = {
                       attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
     "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, 148, *_LIKE_B200, 6,
                        attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
+    "b300": DataSheet("NVIDIA B300 SXM 270 GB", 2250e12, 8000e9, 270e9, 148, *_LIKE_B200, 14,
+                      attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
+    "gb300": DataSheet("NVIDIA GB300 279 GB, one GPU", 2500e12, 8000e9, 279e9, 148, *_LIKE_B200, 15,
+                       attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
     "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, 142, *_ASSUMED, 7,
                       product_ratios=_HOPPER),
     "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, 58, *_ASSUMED, 8,
@@ -147,6 +163,8 @@ DATA_SHEETS = {
     "mi300x": DataSheet("AMD MI300X 192 GB", 1307.4e12, 5300e9, 192e9, 304, *_MI300X, 11,
                         product_ratios=_HOPPER),
     "mi325x": DataSheet("AMD MI325X 256 GB", 1307.4e12, 6000e9, 256e9, 304, *_MI325X, 12,
+                        product_ratios=_HOPPER),
+    "mi355x": DataSheet("AMD MI355X 288 GB", 2516.6e12, 8000e9, 288e9, 256, *_LIKE_MI325X, 16,
                         product_ratios=_HOPPER),
 }  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 Vocabularies are those of the models; training frameworks pad them to a multiple of 128 or more.
 Norms of queries and keys (Qwen3), which have 2 parameters an element of a head, are left out. So
-are DeepSeek-V3's module that predicts a second token, and its biases of routers.
+are DeepSeek-V3's module that predicts a second token, and its biases of routers. Of GPT-OSS, biases
+and sinks are left out, and windows of 128 tokens, which each other layer has: its attention is that
+of full sequences. Llama 3.1 has the sizes of Llama 3.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ def _gpt(
 
 def _llama(
     summary: str, source: int, h: int, n_layers: int, heads: int, kv_heads: int, f: int, s: int,
-    v: int, *, tied: bool = False, head_size: int = 0,
+    v: int, *, tied: bool = False, head_size: int = 0, gated: bool = True,
 ) -> _Published:  # fmt: skip
     """Return a model of Llama's shape: gated MLP, rotary positions, no biases, no dropout."""
     shape = _gpt(summary, source, h, n_layers, heads, s, v).sizes
     sizes = {
-        **shape, "n_kv_heads": kv_heads, "ffn_size": f, "head_size": head_size, "gated_mlp": True,
+        **shape, "n_kv_heads": kv_heads, "ffn_size": f, "head_size": head_size, "gated_mlp": gated,
         "biases": False, "learned_positions": False, "dropout": False, "tied_embeddings": tied,
     }  # fmt: skip
     return _Published(summary, source, sizes)
@@ -77,6 +79,14 @@ _SOURCES = {
     "https://huggingface.co/deepseek-ai/DeepSeek-V2; 4,096 tokens, the length of the training",
     10: 'DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 4.2; configuration '
     "at https://huggingface.co/deepseek-ai/DeepSeek-V3; 4,096 tokens, the length of the training",
+    11: 'OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925, table 1; '
+    "configurations at https://huggingface.co/openai/gpt-oss-120b and likewise; 4,096 tokens, the "
+    "length before its extension",
+    12: 'Kimi Team, "Kimi K2", arXiv 2507.20534, table 2; configuration at '
+    "https://huggingface.co/moonshotai/Kimi-K2-Base; 4,096 tokens, the length of most of the "
+    "training",
+    13: 'Parmar et al., "Nemotron-4 15B Technical Report", arXiv 2402.16819, table 1',
+    14: 'NVIDIA, "Nemotron-4 340B Technical Report", arXiv 2406.11704, table 1',
 }
 
 _MODELS = {
@@ -95,11 +105,23 @@ _MODELS = {
     "qwen3_8b": _llama("Qwen3 8B", 7, 4096, 36, 32, 8, 12288, 4096, 151936),
     "qwen3_14b": _llama("Qwen3 14B", 7, 5120, 40, 40, 8, 17408, 4096, 151936),
     "qwen3_32b": _llama("Qwen3 32B", 7, 5120, 64, 64, 8, 25600, 4096, 151936, head_size=128),
+    "nemotron4_15b": _llama(
+        "Nemotron-4 15B", 13, 6144, 32, 48, 8, 24576, 4096, 256000, gated=False),
+    "nemotron4_340b": _llama(
+        "Nemotron-4 340B", 14, 18432, 96, 96, 8, 73728, 4096, 256000, gated=False),
     "mixtral_8x22b": _experts(
         _llama("Mixtral 8x22B", 8, 6144, 56, 48, 8, 16384, 65536, 32000), 8, 2, 16384),
+    "qwen3_30b_a3b": _experts(
+        _llama("Qwen3 30B A3B", 7, 2048, 48, 32, 4, 6144, 4096, 151936, head_size=128),
+        128, 8, 768),
     "qwen3_235b_a22b": _experts(
         _llama("Qwen3 235B A22B", 7, 4096, 94, 64, 4, 12288, 4096, 151936, head_size=128),
         128, 8, 1536),
+    "gpt_oss_20b": _experts(
+        _llama("GPT-OSS 20B", 11, 2880, 24, 64, 8, 2880, 4096, 201088, head_size=64), 32, 4, 2880),
+    "gpt_oss_120b": _experts(
+        _llama("GPT-OSS 120B", 11, 2880, 36, 64, 8, 2880, 4096, 201088, head_size=64),
+        128, 4, 2880),
     "deepseek_v2": _experts(
         _llama("DeepSeek-V2 236B", 9, 5120, 60, 128, 128, 12288, 4096, 102400, head_size=128),
         160, 6, 1536, shared=2, n_dense=1, expert_groups=8, groups_per_token=3,
@@ -107,6 +129,10 @@ _MODELS = {
     "deepseek_v3": _experts(
         _llama("DeepSeek-V3 671B", 10, 7168, 61, 128, 128, 18432, 4096, 129280, head_size=128),
         256, 8, 2048, shared=1, n_dense=3, expert_groups=8, groups_per_token=4,
+        kv_rank=512, query_rank=1536, rope_head_size=64, value_head_size=128),
+    "kimi_k2": _experts(
+        _llama("Kimi K2 1T", 12, 7168, 61, 64, 64, 18432, 4096, 163840, head_size=128),
+        384, 8, 2048, shared=1, n_dense=1,
         kv_rank=512, query_rank=1536, rope_head_size=64, value_head_size=128),
 }  # fmt: skip
 

@@ -9,6 +9,16 @@ dgx_h200  8 H200    141 GB  4th gen., 450 GB/s   8 x NDR 400 Gb/s  [3]_, [5]_
 dgx_b200  8 B200    180 GB  5th gen., 900 GB/s   8 x NDR 400 Gb/s  [6]_
 ========  ========  ======  ===================  ================  ============
 
+===========  ========  ======  ===================  ==================  =======
+name         devices   memory  NVLink, each way     NICs, each way      source
+===========  ========  ======  ===================  ==================  =======
+gb200_nvl72  72 GB200  186 GB  5th gen., 900 GB/s   72 x NDR 400 Gb/s   [16]_
+gb300_nvl72  72 GB300  279 GB  5th gen., 900 GB/s   72 x XDR 800 Gb/s   [17]_
+===========  ========  ======  ===================  ==================  =======
+
+The 72 devices of a rack are one node: NVLink connects all of them. Jobs that use 64 GPUs of each of
+several racks take ``Network(nodes=replace(nodes, devices_per_node=64, n_nics=64))``.
+
 ========  ==========================  =======================  ======
 name      PCIe of a GPU, each way     GPUs of a link           source
 ========  ==========================  =======================  ======
@@ -17,6 +27,9 @@ dgx_h100  Gen5 x16, 64 GB/s           1                        [9]_
 dgx_h200  Gen5 x16, 64 GB/s           1                        [5]_
 dgx_b200  Gen5 x16, 64 GB/s           1                        [10]_
 ========  ==========================  =======================  ======
+
+Devices of racks of 72 reach host memory over NVLink-C2C, 450 GB/s each way of each Grace, which two
+of them share [16]_.
 
 NVIDIA states PCIe's bandwidth as the sum of both directions, too. Latency of a copy to or from the
 host is assumed to be 10 us. Whether GPUs of the three later machines share a link to their host was
@@ -50,7 +63,8 @@ Those of A100 are fitted to NCCL's all-reduces of 1 MiB to 1 GiB between 2 to 8 
 8 GPUs. Its latency is the intercept of a table of 8 GPUs that are not named there [15]_; how it
 depends on n is assumed, and so is 0.7 of the latency for halves on A100 and H100. H200 is taken as
 H100. The shares are those at an efficiency of 0.7. Another efficiency changes them in proportion,
-up to the nominal rate. Less than 1 MiB was not measured.
+up to the nominal rate. Less than 1 MiB was not measured. Racks of 72 GPUs have the values of
+B200, which were measured between up to 8: those of larger groups are extrapolated.
 
 References
 ----------
@@ -79,6 +93,11 @@ References
    https://github.com/VIA-Research/vTrain
 .. [14] NCCL tests, issue 212, https://github.com/NVIDIA/nccl-tests/issues/212
 .. [15] Mooncake, pull request 3484, https://github.com/kvcache-ai/Mooncake/pull/3484
+.. [16] NVIDIA, "GB200 NVL72", https://www.nvidia.com/en-us/data-center/gb200-nvl72/, and "DGX GB
+   Rack Scale Systems User Guide" (four ConnectX-7 a tray of four GPUs),
+   https://docs.nvidia.com/dgx/dgxgb200-user-guide/
+.. [17] NVIDIA, "GB300 NVL72", https://www.nvidia.com/en-us/data-center/gb300-nvl72/ (a ConnectX-8
+   of 800 Gb/s for each GPU)
 """
 
 from __future__ import annotations
@@ -156,11 +175,23 @@ def _dgx(
     return Machine(f"NVIDIA DGX {device}, InfiniBand between nodes", nodes, memory, gpu, host)
 
 
+def _nvl72(name: str, gpu: str, memory: float, nic: float) -> Machine:
+    """Return a rack of 72 devices in one NVLink domain, each with its own NIC."""
+    nodes = Nodes(
+        72, _B200_LATENCY, 900e9, _NIC_LATENCY, nic, n_nics=72,
+        collectives=replace(_ON_B200, peak_bandwidth=900e9),
+    )  # fmt: skip
+    summary = f"NVIDIA {name} NVL72, InfiniBand between racks"
+    return Machine(summary, nodes, memory, gpu, HostLink(10e-6, 450e9, 2))
+
+
 MACHINES = {
     "dgx_a100": _dgx("A100", "a100_80gb", 80e9, 300e9, _HDR, _GEN4, _ON_A100),
     "dgx_h100": _dgx("H100", "h100_sxm", 80e9, 450e9, _NDR, _GEN5, _ON_H100),
     "dgx_h200": _dgx("H200", "h200", 141e9, 450e9, _NDR, _GEN5, _ON_H100),
     "dgx_b200": _dgx("B200", "b200", 180e9, 900e9, _NDR, _GEN5, _ON_B200, _B200_LATENCY),
+    "gb200_nvl72": _nvl72("GB200", "gb200", 186e9, _NDR),
+    "gb300_nvl72": _nvl72("GB300", "gb300", 279e9, 2 * _NDR),
 }
 
 

@@ -216,7 +216,7 @@ class Cluster:
         as ``[("dgx_h100", 32), ("dgx_a100", 32)]``, or of triples with a GPU. None (the default)
         for a ``gpu`` and a ``network`` of your own.
     n_gpus
-        Number of GPUs, which fill their nodes; or a divisor of the GPUs of one node.
+        Number of GPUs, which fill their nodes; or fewer than those of one node.
     gpu
         GPU of each node: a `GPU`, the name of a preset, a mapping of fields, or a file of
         ``pipesim calibrate --json``, whose factors of the network apply to a machine. By default
@@ -451,10 +451,10 @@ class Cluster:
         size = nodes.gpus_per_node
         for group in self.groups:
             n = group.n_gpus
-            is_part = len(self.groups) == 1 and n < size and size % n == 0
+            is_part = len(self.groups) == 1 and n < size
             if n % size and not is_part:
                 full = max(n // size, 1) * size
                 raise ArgumentError(
                     f"n_gpus={n} do not fill nodes of {size} GPUs; give a multiple of {size}, "
-                    f"such as {full}" + (f", or a divisor of {size}" if n < size else "")
+                    f"such as {full}"
                 )

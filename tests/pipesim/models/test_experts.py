@@ -40,12 +40,17 @@ def graph(n_replicas: int, **options: Any) -> ps.TaskGraph:
         ("qwen3_235b_a22b", 235e9, 22e9),
         ("deepseek_v2", 236e9, 21e9),
         ("deepseek_v3", 671e9, 37e9),
+        ("qwen3_30b_a3b", 30.5e9, 3.3e9),
+        ("gpt_oss_20b", 20.91e9, 3.61e9 + 0.58e9),
+        ("gpt_oss_120b", 116.83e9, 5.13e9 + 0.58e9),
+        ("kimi_k2", 1.026e12, 32.6e9),
     ],
 )
 def test_published_parameters(name: str, total: float, active: float) -> None:
     """Totals as their authors state them, and those of one token within 2 %.
 
-    DeepSeek-V3 counts 37 billion without the embedding.
+    DeepSeek-V3 counts 37 billion without the embedding, and GPT-OSS leaves out 0.58 billion of it.
+    Kimi K2 has 1.04 trillion in its paper, and 1.026 by its sizes.
     """
     model = ps.Transformer.preset(name)
     assert model.n_parameters == pytest.approx(total, rel=0.003)

@@ -111,6 +111,10 @@ def test_tiles_run_in_whole_waves(rows: int, columns: int, waves: float) -> None
         ("h200", 989.4e12, 4.8e12, 141e9, 132),
         ("b200", 2.25e15, 8e12, 180e9, 148),
         ("mi300x", 1307.4e12, 5.3e12, 192e9, 304),
+        ("h100_sxm_500w", 989.4e12, 2.4e12, 96e9, 132),
+        ("b300", 2.25e15, 8e12, 270e9, 148),
+        ("gb300", 2.5e15, 8e12, 279e9, 148),
+        ("mi355x", 2516.6e12, 8e12, 288e9, 256),
     ],
 )
 def test_nominal_rates_are_those_of_the_vendors(

@@ -342,6 +342,7 @@ def test_bad_partitions(split: Any, partition: Any, message: str) -> None:
         ("llama2_13b", 13.016), ("llama2_70b", 68.977), ("llama3_8b", 8.030),
         ("llama3_70b", 70.554), ("llama3_405b", 405.85), ("mistral_7b", 7.2417),
         ("qwen3_8b", 8.191), ("qwen3_14b", 14.768), ("qwen3_32b", 32.762),
+        ("nemotron4_15b", 15.628), ("nemotron4_340b", 341.03),
     ],
 )  # fmt: skip
 def test_parameters_of_published_models(name: str, billions: float) -> None:

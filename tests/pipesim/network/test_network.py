@@ -291,7 +291,9 @@ def test_nodes_are_nodes() -> None:
 def test_presets() -> None:
     """The listing has what the networks have."""
     listed = ps.machines()
-    assert list(listed.index) == ["dgx_a100", "dgx_h100", "dgx_h200", "dgx_b200"]
+    assert list(listed.index) == [
+        "dgx_a100", "dgx_h100", "dgx_h200", "dgx_b200", "gb200_nvl72", "gb300_nvl72",
+    ]  # fmt: skip
     for name, row in listed.iterrows():
         assert ps.Network.preset(str(name)) == ps.Network.from_dict({"preset": name})
         network = ps.Network.preset(str(name), 1.0)
@@ -301,9 +303,9 @@ def test_presets() -> None:
         measured = ps.Network.preset(str(name)).nodes.to_dict()["collectives"]  # type: ignore[union-attr]
         for field, value in measured.items():
             assert row[f"collectives_{field}"] == value, (name, field)
-    assert listed["port_bandwidth"].tolist() == [300e9, 450e9, 450e9, 900e9]
-    assert listed["nic_bandwidth"].tolist() == [25e9, 50e9, 50e9, 50e9]
-    assert listed["memory"].tolist() == [80e9, 80e9, 141e9, 180e9]
+    assert listed["port_bandwidth"].tolist() == [300e9, 450e9, 450e9, *[900e9] * 3]
+    assert listed["nic_bandwidth"].tolist() == [25e9, *[50e9] * 4, 100e9]
+    assert listed["memory"].tolist() == [80e9, 80e9, 141e9, 180e9, 186e9, 279e9]
 
 
 def test_efficiency() -> None:

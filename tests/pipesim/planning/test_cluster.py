@@ -87,6 +87,15 @@ def test_errors(arguments: dict[str, Any], text: str) -> None:
         ps.Cluster(**arguments)
 
 
+def test_part_of_a_node() -> None:
+    """Any number of its GPUs: a rack of 72 has one NVLink domain, of which jobs use 64."""
+    rack = ps.Cluster("gb200_nvl72", 64)
+    assert (rack.gpus_per_node, rack.n_gpus, rack.gpu.name) == (64, 64, "gb200")
+    inside, outside = rack.network(), ps.Cluster("dgx_b200", 64).network()
+    assert inside.all_reduce(1e9, range(0, 64, 8)) < outside.all_reduce(1e9, range(0, 64, 8)) / 4
+    assert ps.Cluster("dgx_h100", 6).gpus_per_node == 6
+
+
 def test_unknown_machine() -> None:
     """An unknown machine names the nearest."""
     with pytest.raises(UnknownNameError, match="dgx_h100"):
