@@ -23,12 +23,13 @@ A row is a measured step. Its columns, of which empty cells have the default:
 ``label``
     A name for readers.
 
-Constants are fitted by robust least squares of log(predicted / measured), with a weak prior around
-their start (`pipesim.calibration.robust_fit`). Those that the rows do not determine keep the
-value of the GPU.
+Constants are fitted by robust least squares of log(predicted / measured), with a prior around their
+start (`pipesim.calibration.robust_fit`): `PRIOR` says how far each is expected to be from it. Few
+rows so move a good start little, and many rows override it. Constants that the rows do not
+determine keep the value of the GPU.
 
 Rows of one configuration, measured several times, count as one: together they have the weight of
-one row, are left out together, and the fit needs as many configurations as constants.
+one row, and are left out together.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from pipesim.calibration.measured_steps import (
     predicted_seconds,
     step_predictions,
 )
-from pipesim.calibration.robust_fit import WEAKLY_DETERMINED, Fit, Floats, Ints, fit
+from pipesim.calibration.robust_fit import WEAK, WEAKLY_DETERMINED, Fit, Floats, Ints, fit
 from pipesim.errors import (
     ArgumentError,
     CalibrationWarning,
@@ -63,7 +64,7 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
-from pipesim.models.gpu import GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
+from pipesim.models.gpu import FITTED, GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.sources import MACHINES
 from pipesim.utils.caller_warnings import warn_caller
@@ -93,11 +94,12 @@ class Calibration:
         Share of the bandwidth of NICs alone, if it was fitted or the file of the GPU to start from
         has one; None for ``network_efficiency``.
     constants
-        One row a constant: ``value``, ``start``, ``standard_error`` (of the logarithm, so 0.1 is
-        about 10 %), ``determined`` and ``note``. A constant that the rows do not determine has the
-        value that the GPU had before, and a note that says why. Other notes name the bound that a
-        value is at, such as ``flops`` at ``peak_flops``, or say that the rows determine it weakly:
-        its standard error is above 0.35, a factor of 2 in either direction at 95 %.
+        One row a constant: ``value``, ``start``, ``prior`` and ``standard_error`` (of the
+        logarithm, so 0.1 is about 10 %; before and after the fit), ``determined`` and ``note``. A
+        constant that the rows do not determine has the value that the GPU had before, and a note
+        that says why. Other notes name the bound that a value is at, such as ``flops`` at
+        ``peak_flops``, or say that the rows determine it weakly: its standard error is above 0.35,
+        a factor of 2 in either direction at 95 %.
     rows
         The measured steps, one row each: their settings, the number of their ``configuration``,
         ``measured`` and ``predicted`` (s), ``error`` (predicted over measured, minus 1),
@@ -267,16 +269,13 @@ def steps_text(noun: str, n_rows: int, n_configurations: int) -> str:
     return f"{text} of {n_configurations} configuration{'s' * (n_configurations > 1)}"
 
 
-#: Words between the name of the GPU to start from, and the number of steps.
-_FITTED = " fitted to "
-
-
 def fit_gpu(
     rows: pd.DataFrame | Sequence[Mapping[str, Any]] | Path | str,
     *,
     gpu: GPU | Mapping[str, Any] | Path | str,
     network: Network | str | None = None,
     constants: Iterable[str] | None = None,
+    prior: bool = True,
     progress: bool = True,
 ) -> Calibration:
     """Return the constants of a GPU that suit measured steps, and the errors of predictions.
@@ -305,7 +304,13 @@ def fit_gpu(
         ``"network_latency"``, factors of the network's bandwidths and latencies, or
         ``"nic_efficiency"``, that of the bandwidth of NICs alone. By default
         ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any row block
-        (``overlap`` is False) and, with a network, its efficiency.
+        (``overlap`` is False), ``attention_ratio`` if any row has ``flash_attention`` and, with a
+        network, its efficiency.
+    prior
+        Whether constants are expected near their start, each as near as data sheets and published
+        steps say (`pipesim.calibration.fit_gpu.PRIOR`), so that few rows do not spoil a good start.
+        False: within a factor of about 2.7 of it; the fit then needs as many configurations as
+        constants.
     progress
         Whether to show on a terminal how many steps were predicted.
 
@@ -323,7 +328,8 @@ def fit_gpu(
     -----
     CalibrationWarning
         For each constant that the rows do not determine: the standard error of its logarithm is
-        above 0.5, since it has hardly an effect on them, or one that other constants can have too.
+        above 0.5, or above 0.8 of its prior's, since it has hardly an effect on them, or one that
+        other constants can have too.
         For each constant at a bound; if the median error of fitted rows is above 50 %; and if there
         are no more configurations than constants, so that none is left to check them.
 
@@ -336,27 +342,31 @@ def fit_gpu(
     >>> f"{fitted.gpu.flops:.2g}"
     '2.1e+14'
     """
+    check_flag("prior", prior)
     check_flag("progress", progress)
     steps = measured_steps(rows)
     predictions = step_predictions(steps)
-    blocking = any(step.blocks for step in predictions)
-    chosen = chosen_constants(constants, gpu, network, blocking=blocking)
+    effective = {
+        "synchronization": any(step.blocks for step in predictions),
+        "attention_ratio": any(step.options.get("flash_attention") for step in predictions),
+    }
+    chosen = chosen_constants(constants, gpu, network, effective, prior)
     start_network = partial(chosen.fitted_network, *chosen.factors)
     number = configurations(predictions, chosen.gpu, start_network)
     count = 1 + int(number.max())
-    if count < len(chosen.names):
+    if count < len(chosen.names) and not prior:
         raise ArgumentError(
             f"rows has {steps_text('measured steps', len(steps), count)} for {len(chosen.names)} "
             "constants "
-            f"({', '.join(chosen.names)}); measure more steps, or give fewer constants, such as "
-            f"constants={chosen.names[:count]!r}"
+            f"({', '.join(chosen.names)}); measure more steps, fit with the prior, or give fewer "
+            f"constants, such as constants={chosen.names[:count]!r}"
         )
     result = _result(steps, predictions, number, chosen, progress)
     table, errors = _constants_table(chosen, result), _rows_table(steps, number, result)
     for text in calibration_warnings(table, errors):
         warn_caller(text, CalibrationWarning)
-    name = chosen.gpu.name.partition(_FITTED)[0]
-    name = f"{name}{_FITTED}{steps_text('steps', len(steps), count)}".strip()
+    name = chosen.gpu.name.partition(FITTED)[0]
+    name = f"{name}{FITTED}{steps_text('steps', len(steps), count)}".strip()
     return Calibration(
         chosen.fitted_gpu(result.x, name),
         *chosen.network_factors(result.x),
@@ -387,7 +397,10 @@ def _result(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CostsWarning)
             measured = np.log([step.seconds for step in steps])
-            return fit(predictor, measured, *constants.bounds(), constants.undetermined, number)
+            return fit(
+                predictor, measured, *constants.bounds(), constants.undetermined, number,
+                constants.widths,
+            )  # fmt: skip
 
 
 class _Predictor:
@@ -438,6 +451,7 @@ def _constants_table(constants: Constants, result: Fit) -> pd.DataFrame:
         {
             "value": constants.starts * np.exp(result.x),
             "start": constants.starts,
+            "prior": constants.widths,
             "standard_error": result.standard_errors,
             "determined": [k not in result.together for k in range(len(constants.names))],
             "note": [_note(k, constants, result) for k in range(len(constants.names))],
@@ -453,7 +467,7 @@ def _note(constant: int, constants: Constants, result: Fit) -> str:
         return (
             f"other values of {' and '.join(others)} make up for it"
             if others
-            else "it changes their predicted seconds too little"
+            else "its effect is too small beside their errors"
         )
     least, most = constants.bounds()
     names = {least[constant]: LEAST, most[constant]: LARGEST}
@@ -490,6 +504,23 @@ _NETWORK = (EFFICIENCY, LATENCY, NICS)
 CONSTANTS = (*(field.name for field in fields(GPU) if field.type == "float"), *_NETWORK)
 #: Start value where the GPU has 0; 1e-5 (s) for other constants.
 _TYPICAL = {"half_depth": 64.0, "synchronization": 3e-4}
+#: Standard deviation of the logarithm of each constant around its start, before any row is known:
+#:
+#: - ``flops``: with the terms of their frameworks, five published sets suit 0.87 to 1.01 of
+#:   presets.
+#: - ``bandwidth``: element-wise kernels reach about the same share everywhere, but frameworks fuse
+#:   more or fewer of them.
+#: - ``attention_ratio``: kernels of one GPU differ by factors of 1.3 to 2.5 (arXiv 2307.08691,
+#:   section 4.1).
+#: - ``launch``: 5 us from C++ or a graph to 50 us from Python on a busy host.
+#: - ``fp8_ratio``, ``mxfp8_ratio``, ``nvfp4_ratio``: FP8 was seen at 1.4 to 2.
+#: - ``network_efficiency``, ``nic_efficiency``: 0.3 to 0.85 of nominal rates were measured.
+#: - Others: nothing is known that would be better than a factor.
+PRIOR: Mapping[str, float] = {
+    "flops": 0.1, "bandwidth": 0.3, "launch": 1.0, "overhead": 0.5, "half_depth": 0.5,
+    "synchronization": 1.0, "attention_ratio": 0.5, EFFICIENCY: 0.5, LATENCY: 1.0, NICS: 0.5,
+    "fp8_ratio": 0.2, "mxfp8_ratio": 0.2, "nvfp4_ratio": 0.2,
+}  # fmt: skip
 #: Largest factor between a constant and its start.
 _LARGEST_FACTOR = 100.0
 
@@ -502,13 +533,19 @@ class Constants:
     network of single GPUs is grouped for rows with tensor parallelism. ``factors`` are the start of
     those of the network's bandwidths, of its latencies, and of the bandwidth of its NICs: None for
     that of all bandwidths. For the name of a machine, the first is its share of nominal bandwidths,
-    and all may be from a GPU's file.
+    and all may be from a GPU's file. Without ``prior``, each constant has a weak one.
     """
 
     names: tuple[str, ...]
     gpu: GPU
     network: Network | str | None
     factors: tuple[float, float, float | None] = (1.0, 1.0, None)
+    prior: bool = True
+
+    @property
+    def widths(self) -> Floats:
+        """Standard deviation of the prior of each log(constant / start)."""
+        return np.array([PRIOR[name] if self.prior else WEAK for name in self.names])
 
     @property
     def starts(self) -> Floats:
@@ -578,13 +615,13 @@ def chosen_constants(
     names: Iterable[str] | None,
     gpu: GPU | Mapping[str, Any] | Path | str,
     network: Network | str | None,
-    *,
-    blocking: bool,
+    effective: Mapping[str, bool],
+    prior: bool,
 ) -> Constants:
     """Return the constants to fit, checked; arguments are those of `pipesim.GPU.fit`.
 
-    ``blocking``: whether messages block their stage in any row, so that ``synchronization`` has an
-    effect.
+    ``effective``: whether other constants have an effect on any row, so that they are fitted by
+    default.
     """
     start = as_gpu(gpu)
     if isinstance(network, str):
@@ -593,7 +630,7 @@ def chosen_constants(
         check_type("network", network, Network, "or give the name of a machine")
     if names is None:
         names = ["flops", "bandwidth", "launch"]
-        names += ["synchronization"] if blocking else []
+        names += [name for name, has_effect in effective.items() if has_effect]
         names += [EFFICIENCY] if network is not None else []
     free = check_list("constants", names, f"names of {', '.join(CONSTANTS)}")
     if not free:
@@ -606,9 +643,9 @@ def chosen_constants(
             raise ArgumentError(f"constants has {name}, but there is no network; give one")
         if name == NICS and isinstance(network, Network) and network.nodes is None:
             raise ArgumentError(f"constants has {name}, but the network has no nodes with NICs")
-    if not isinstance(network, str):
-        return Constants(tuple(free), start, network)
-    latency = gpu_table(gpu).network_latency if has_gpu_table(gpu) else 1.0
-    fitted = fitted_preset(network, gpu)
-    factors = fitted.nominal_share or 1.0, latency, fitted.nominal_nic_share
-    return Constants(tuple(free), start, network, factors)
+    factors: tuple[float, float, float | None] = (1.0, 1.0, None)
+    if isinstance(network, str):
+        latency = gpu_table(gpu).network_latency if has_gpu_table(gpu) else 1.0
+        fitted = fitted_preset(network, gpu)
+        factors = fitted.nominal_share or 1.0, latency, fitted.nominal_nic_share
+    return Constants(tuple(free), start, network, factors, prior)

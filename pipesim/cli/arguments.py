@@ -319,6 +319,7 @@ def _add_calibration(command: argparse.ArgumentParser) -> None:
     text = descriptions(GPU.fit)["gpu"]
     group.add_argument("--gpu", required=True, metavar="NAME", help=text)
     add_options(group, GPU.fit, ["network"], metavars={"network": "NAME"}, with_defaults=True)
+    add_options(group, GPU.fit, ["prior"], with_defaults=True)
     add_options(
         group, GPU.fit, ["constants"], metavars={"constants": "A,B,..."}, with_defaults=True,
         parse=lambda text: text.split(","),

@@ -360,7 +360,10 @@ def calibrate(args: argparse.Namespace) -> None:
     """Fit constants of a GPU to measured steps; print them, and the errors of predictions."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        fitted = GPU.fit(args.rows, gpu=args.gpu, network=args.network, constants=args.constants)
+        fitted = GPU.fit(
+            args.rows, gpu=args.gpu, network=args.network, constants=args.constants,
+            prior=args.prior,
+        )  # fmt: skip
     write_scatter(args.plot, fitted.plot, _HEIGHT)
     if args.csv:
         write_whole(args.csv, lambda file: fitted.rows.to_csv(file, index=False))
@@ -382,7 +385,7 @@ def calibrate(args: argparse.Namespace) -> None:
 
 def _constants(table: pd.DataFrame) -> str:
     determined = [
-        "no" if not yes else note if note.startswith("weakly") else f"yes, {note}".rstrip(", ")
+        "no: kept" if not yes else note if "weakly" in note else f"yes, {note}".rstrip(", ")
         for yes, note in zip(table["determined"], table["note"], strict=True)
     ]
     return align_columns(
@@ -390,6 +393,7 @@ def _constants(table: pd.DataFrame) -> str:
             "constant": [str(name) for name in table.index],
             "value": [f"{value:.4g}" for value in table["value"]],
             "start": [f"{value:.4g}" for value in table["start"]],
+            "prior": [f"{width:.0%}" for width in table["prior"]],
             "standard error": [f"{error:.1%}" for error in table["standard_error"]],
             "determined": determined,
         }

@@ -105,6 +105,8 @@ _TILES = ((128 * 256, 1.0), (128 * 128, 0.93))
 #: 32-bit cores on A100 (data sheet). Steps of BLOOM's models with heads of 108 elements are 33 %
 #: too short without it, and 8 to 12 % with it.
 _MISALIGNED = 16.0
+#: Words between the name of a GPU and the number of steps that its constants were fitted to.
+FITTED = " fitted to "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,17 +328,18 @@ class GPU:
         }
 
     def _measured_attention(self, kernel: Kernel) -> float | None:
-        """Return the measured FLOP/s of a fused core, in proportion to ``flops``; None without."""
-        sheet = DATA_SHEETS.get(self.name)
+        """Return the measured FLOP/s of a fused core, as large as constants say; None without."""
+        sheet = DATA_SHEETS.get(self.name.partition(FITTED)[0])
         if not kernel.attention_kernel or sheet is None:
             return None
         speed = attention_flops(
             kernel.attention_kernel, sheet.architecture, kernel.depth, kernel.sequence,
             is_backward=kernel.is_backward,
         )  # fmt: skip
-        return (
-            None if speed is None else speed * self.flops / (sheet.flops * sheet.flops_efficiency)
-        )
+        if speed is None:
+            return None
+        usual = sheet.flops * sheet.flops_efficiency * sheet.attention_ratio
+        return speed * self.flops * self.attention_ratio / usual
 
     def _waves(self, kernel: Kernel) -> float:
         """Return how much longer a kernel takes since its tiles run in whole waves."""

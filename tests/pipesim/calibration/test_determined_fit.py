@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from pipesim.calibration import robust_fit
 from pipesim.calibration.robust_fit import (
     LEAST_DETERMINED,
     Fit,
@@ -89,14 +88,15 @@ def test_small_errors_have_the_minimum_of_plain_least_squares(scale: float, seed
     rows = np.log(parts @ np.exp(TRUTH)) + rng.normal(0, 0.02, N_ROWS)
     bounds, start = (np.full(3, -4.6), np.full(3, 0.5)), np.array([-1.0, 0.0, -2.0])
     problem = Problem(
-        lambda x, k: np.log(parts[k] @ np.exp(x)), rows, *bounds, scale, np.arange(N_ROWS)
-    )
+        lambda x, k: np.log(parts[k] @ np.exp(x)), rows, *bounds, scale, np.arange(N_ROWS),
+        np.ones(3),
+    )  # fmt: skip
     every = problem.rows
     plain = least_squares(
         lambda x: np.append(problem.errors(x, every) / scale, x), start, bounds=bounds
     ).x
     assert (plain > 0.499).any() == (scale < 1)
-    x = minimize(problem, start, np.arange(3), every)
+    x = minimize(problem, start, np.arange(3))
     np.testing.assert_allclose(x, plain, atol=0.01)
     least = problem.objective(plain, problem.errors(plain, every))
     assert problem.objective(x, problem.errors(x, every)) < least + 1e-3
@@ -154,13 +154,47 @@ def test_a_left_out_row_has_no_influence_on_its_prediction() -> None:
     assert after.predicted[5] > before.predicted[5]
 
 
-def test_one_step_leaves_a_row_out_nearly_as_a_fit_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_left_out_nearly_as_by_fits_without_them() -> None:
     rows = measured(0.05)
-    exact = fitted(sums, rows, 3)
-    monkeypatch.setattr(robust_fit, "EXACT_ROWS", N_ROWS - 1)
-    step = fitted(sums, rows, 3)
-    assert np.abs(exact.left_out - exact.predicted).max() > 0.015
-    np.testing.assert_allclose(step.left_out, exact.left_out, atol=0.004)
+    both = fitted(sums, rows, 3)
+    assert np.abs(both.left_out - both.predicted).max() > 0.015
+    for k in range(N_ROWS):
+        others = np.delete(np.arange(N_ROWS), k)
+        without = fitted(lambda x, n, others=others: sums(x, others[n]), rows[others], 3)
+        assert both.left_out[k] == pytest.approx(sums(without.x, np.array([k]))[0], abs=0.01)
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 100])
+def test_rows_and_prior_have_the_weights_of_their_variances(n_rows: int) -> None:
+    """Rows agree on 0.005, so that their variance is that of the assumed error, 0.05 of two rows.
+
+    They weigh as much as n / variance, beside 1 / 0.1^2 of the prior.
+    """
+    bounds, width, agreed = np.array([9.0]), np.array([0.1]), np.full(n_rows, 0.005)
+    result = fit(lambda x, rows: np.repeat(x[0], len(rows)), agreed, -bounds, bounds, width=width)
+    of_rows = result.x[0] / 0.005
+    assert of_rows > 0.8
+    variance = 2 * 0.05**2 / (n_rows + 2 - of_rows)
+    information = n_rows / variance + 1 / 0.1**2
+    assert of_rows == pytest.approx(n_rows / variance / information, rel=1e-2)
+    assert result.standard_errors == pytest.approx([information**-0.5], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_few_rows_with_noise_stay_near_the_prior_and_many_leave_it() -> None:
+    """The truth is the start for five rows, and far from the prior for the others."""
+    width, bounds = np.full(3, 0.1), (np.full(3, -4.6), np.full(3, 4.6))
+    every, five = np.arange(N_ROWS), np.arange(5)
+    near, free = [], []
+    for seed in range(10):
+        drawn = sums(np.zeros(3), every) + np.random.default_rng(seed).normal(0, 0.1, N_ROWS)
+        near.append(fit(sums, drawn[five], *bounds, width=width).x)
+        free.append(fit(sums, drawn[five], *bounds).x)
+    assert np.sqrt(np.mean(np.square(near))) < 0.08
+    assert np.sqrt(np.mean(np.square(free))) > 0.2
+    many = np.concatenate([measured(0.02, seed) for seed in range(20)])
+    far = fit(lambda x, rows: sums(x, rows % N_ROWS), many, *bounds, width=width)
+    np.testing.assert_allclose(far.x, TRUTH, atol=0.05)
 
 
 def test_as_many_rows_as_constants() -> None:

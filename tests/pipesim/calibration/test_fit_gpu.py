@@ -18,7 +18,7 @@ from measured_rows import MACHINE, SIZES, TRUE_EFFICIENCY, TRUTH, measured_rows,
 
 import pipesim as ps
 from pipesim.calibration import Calibration
-from pipesim.calibration.fit_gpu import CONSTANTS, EFFICIENCY, NICS, Constants, _note
+from pipesim.calibration.fit_gpu import CONSTANTS, EFFICIENCY, NICS, PRIOR, Constants, _note
 from pipesim.calibration.measured_steps import (
     StepPrediction,
     measured_steps,
@@ -96,8 +96,8 @@ def test_predictions_are_simulations_with_the_fitted_gpu_and_network(fitted: Cal
 def test_errors_of_fitted_and_left_out_rows(fitted: Calibration) -> None:
     """Without noise, only rows that determine a constant alone are badly predicted without it."""
     errors = fitted.errors
-    assert errors.loc["fitted", "worst"] < 0.02
-    assert errors.loc["left out", "median"] < 0.01
+    assert errors.loc["fitted", "worst"] < 0.03
+    assert errors.loc["left out", "median"] < 0.03
     assert (errors.loc["left out"] >= errors.loc["fitted"]).all()
     left_out = fitted.rows["error_left_out"].abs()
     assert errors.loc["left out"].tolist() == [left_out.mean(), left_out.median(), left_out.max()]
@@ -108,7 +108,7 @@ def test_errors_of_fitted_and_left_out_rows(fitted: Calibration) -> None:
 def test_a_constant_without_effect_stays_what_it_was() -> None:
     """No message blocks where there is no pipeline: the 0 of the GPU stays."""
     gpu = replace(TRUTH, synchronization=0.0, flops=2.7e14, launch=6e-6)
-    with pytest.warns(CalibrationWarning, match="do not determine synchronization: it changes"):
+    with pytest.warns(CalibrationWarning, match="do not determine synchronization: its effect"):
         fitted = ps.GPU.fit(few(), gpu=gpu, constants=["flops", "launch", "synchronization"])
     assert fitted.gpu.synchronization == 0
     assert fitted.constants["determined"].tolist() == [True, True, False]
@@ -161,7 +161,7 @@ def test_one_wrong_measurement_hardly_changes_the_constants() -> None:
 def test_rates_stay_below_those_of_the_data_sheet() -> None:
     rows = [{**row, "seconds": row["seconds"] / 20} for row in few()[:2]]
     with pytest.warns(CalibrationWarning, match="flops is at its largest value, 3.12e"):
-        fitted = ps.GPU.fit(rows, gpu=START, constants=["flops"])
+        fitted = ps.GPU.fit(rows, gpu=START, constants=["flops"], prior=False)
     assert fitted.gpu.flops == pytest.approx(312e12)
     assert fitted.gpu.flops <= fitted.gpu.peak
     assert fitted.constants.loc["flops", "note"] == "at its largest value"
@@ -230,6 +230,64 @@ def test_a_file_gives_the_gpu_back(fitted: Calibration, tmp_path: Path) -> None:
     assert values["errors"]["left out"]["worst"] == fitted.errors.loc["left out", "worst"]
 
 
+@pytest.mark.slow
+def test_a_few_rows_hardly_change_a_good_start_and_say_what_they_tell() -> None:
+    """Errors of 10 % move rates less with the prior. Launches have no effect."""
+    gpu = ps.GPU.preset(START)
+    factors = (1.1, 0.92, 1.08, 0.93, 1.1)
+    rows = [
+        {**SIZES, "hidden_size": 4096, "microbatch_size": b, "n_microbatches": 1, "seconds": 1}
+        for b in (1, 2, 3, 4, 6)
+    ]  # fmt: skip
+    steps = step_predictions(measured_steps(rows))
+    for row, seconds, factor in zip(
+        rows, predicted_seconds(steps, gpu, lambda _: None), factors, strict=True
+    ):
+        row["seconds"] = seconds * factor
+    with pytest.warns(CalibrationWarning):
+        near, free = (
+            ps.GPU.fit(rows, gpu=gpu, prior=prior, progress=False) for prior in (True, False)
+        )
+    moved = [np.abs(np.log(table["value"] / table["start"])).max()
+             for table in (near.constants, free.constants)]  # fmt: skip
+    assert moved[0] < 0.1 < moved[1]
+    table = near.constants
+    assert table["prior"].tolist() == [PRIOR[str(name)] for name in table.index]
+    assert set(PRIOR) == set(CONSTANTS)
+    assert not table.loc["launch", "determined"]
+    assert table.loc["launch", "value"] == gpu.launch
+    assert (free.constants["prior"] == 1).all()
+
+
+def test_one_row_is_enough_with_the_prior() -> None:
+    """It moves rates; the row left out has the start."""
+    row = few()[0]
+    with pytest.warns(CalibrationWarning):
+        fitted = ps.GPU.fit([row], gpu=START)
+    assert abs(fitted.rows.loc[0, "error"]) < 0.5 * abs(fitted.rows.loc[0, "error_left_out"])
+    (step,) = step_predictions(measured_steps([row]))
+    start = step.seconds(ps.GPU.preset(START), None)
+    assert fitted.rows.loc[0, "predicted_left_out"] == pytest.approx(start)
+
+
+@pytest.mark.slow
+def test_a_fitted_gpu_has_the_attention_of_its_rows() -> None:
+    """A framework names the kernel, whose measured speed goes with the constant."""
+    rows = [
+        {**SIZES, "sequence_length": s, "hidden_size": 2048, "microbatch_size": 1, "seconds": 1,
+         "n_microbatches": 1, "flash_attention": True, "framework": "megatron_core_2024"}
+        for s in (4096, 32768)
+    ]  # fmt: skip
+    true = ps.GPU.preset("h100_sxm")
+    steps = step_predictions(measured_steps(rows))
+    slow = replace(true, attention_ratio=0.7 * true.attention_ratio)
+    for row, seconds in zip(rows, predicted_seconds(steps, slow, lambda _: None), strict=True):
+        row["seconds"] = seconds
+    fitted = ps.GPU.fit(rows, gpu=true, constants=["attention_ratio"])
+    assert fitted.gpu.attention_ratio == pytest.approx(slow.attention_ratio, rel=0.05)
+    assert fitted.predict(rows) == pytest.approx(fitted.rows["predicted"].to_numpy())
+
+
 def test_a_batch_is_divided_among_replicas_and_micro_batches() -> None:
     step = prediction(n_microbatches=None, global_batch=24, n_replicas=3)
     assert (step.graph.n_replicas, step.graph.n_microbatches) == (3, 4)
@@ -277,7 +335,7 @@ def test_factors_of_a_file_are_the_start() -> None:
     network = ps.Network.preset(MACHINE, 0.8).scaled(latency=2.0).grouped(8)
     for own, step in zip(rows, step_predictions(measured_steps(rows)), strict=True):
         own["seconds"] = step.seconds(TRUTH, network)
-    fitted = ps.GPU.fit(rows, gpu=saved, network=MACHINE, constants=[EFFICIENCY])
+    fitted = ps.GPU.fit(rows, gpu=saved, network=MACHINE, constants=[EFFICIENCY], prior=False)
     assert fitted.constants.loc[EFFICIENCY, "start"] == 0.5
     assert fitted.network_efficiency == pytest.approx(0.8, rel=0.05)
     assert fitted.network_latency == 2
@@ -382,8 +440,10 @@ def test_rows_that_cannot_be_predicted(changes: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"1 measured steps for 3 constants \(flops, bandwidth, launch\); measure more steps, "
-             r"or give fewer constants, such as constants=\('flops',\)"),
+        ({"prior": False}, r"1 measured steps for 3 constants \(flops, bandwidth, launch\); "
+                           r"measure more steps, fit with the prior, or give fewer constants, "
+                           r"such as constants=\('flops',\)"),
+        ({"prior": 1}, "prior must be True or False"),
         ({"constants": ["flop"]}, "unknown constant 'flop'; did you mean 'flops'"),
         ({"constants": ["memory"]}, "unknown constant 'memory'"),
         ({"constants": []}, "constants is empty; give at least one of flops"),
@@ -435,6 +495,6 @@ def test_repeated_rows_say_nothing_new() -> None:
 
 def test_repeated_rows_do_not_count_as_further_steps() -> None:
     with pytest.raises(ArgumentError, match=r"6 measured steps of 3 configurations for 4 consta"):
-        ps.GPU.fit(few()[:3] * 2, gpu=START, constants=CONSTANTS[:4])
+        ps.GPU.fit(few()[:3] * 2, gpu=START, constants=CONSTANTS[:4], prior=False)
     with pytest.warns(CalibrationWarning, match="2 measured steps of 1 configuration for 1 const"):
         ps.GPU.fit(few()[:1] * 2, gpu=START, constants=["flops"])

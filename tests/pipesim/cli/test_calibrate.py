@@ -42,12 +42,12 @@ def test_what_is_printed_and_written(
     lines = rows(out)
     assert lines[0] == rows("4 constants fitted to 4 steps, from a100_80gb in dgx_a100")[0]
     assert lines[2][:2] == ["flops", f"{fitted.gpu.flops:.4g}"]
-    assert lines[5] == ["synchronization", "0", "0.0003", "100.0%", "no"]
+    assert lines[5] == ["synchronization", "0", "0.0003", "100%", "100.0%", "no:", "kept"]
     left_out = fitted.errors.loc["left out"]
     assert lines[8] == ["left", "out", *(f"{error:.1%}" for error in left_out)]
     worst = fitted.rows["error_left_out"].abs().idxmax()
     assert lines[10][:2] == ["run", str(worst)]
-    assert "warning: the rows do not determine synchronization: it changes" in out
+    assert "warning: the rows do not determine synchronization: its effect" in out
     scope = {"ps": ps, "model": ps.Transformer.preset("gpt2_xl"), "n_stages": 2}
     code = out[out.index("gpu = ps.GPU(") :]
     exec(code, scope)  # noqa: S102  # the printed statements
@@ -81,8 +81,8 @@ def test_a_fitted_gpu_is_a_start(
         (["--gpu", "h200", "--plots", "x.png"], "unrecognized argument --plots; did you mean"),
         (["--gpu", "h200", "--plot", "x.gif"], "must end in .pdf, .png, .svg"),
         (["--gpu", "nowhere.json"], "cannot read a GPU from nowhere.json"),
-        (["--gpu", "h200", "--constants", "flops,bandwidth,launch,overhead,half_depth"],
-         "4 measured steps for 5 constants"),
+        (["--gpu", "h200", "--no-prior", "--constants",
+          "flops,bandwidth,launch,overhead,half_depth"], "4 measured steps for 5 constants"),
     ],
 )  # fmt: skip
 def test_mistakes(
