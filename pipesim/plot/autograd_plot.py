@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipesim.errors import ArgumentError, check_text
+from pipesim.errors import ArgumentError, check_text, check_type
 from pipesim.graph.autograd_graph import AutogradGraph
 from pipesim.plot.autograd_layout import CUT, HEIGHT, WIDTH, AutogradLayout, lay_out
 from pipesim.plot.html_tables import figure_html, note_html, table_html
@@ -101,6 +101,7 @@ def autograd_graph_html(graph: AutogradGraph) -> str:
     str
         HTML for notebooks.
     """
+    check_type("graph", graph, AutogradGraph)
     line = note_html(repr(graph)[1:-1])
     if len(graph) > MOST_NODES:
         return line

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.compare import Comparison, known_results
-from pipesim.errors import PipeError
+from pipesim.errors import PipeError, check_type
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
@@ -59,6 +59,7 @@ def schedule_html(schedule: Schedule) -> str:
     str
         HTML for notebooks.
     """
+    check_type("schedule", schedule, Schedule)
     columns, problem = _columns(schedule)
     shown = min(int(columns.max(initial=-1)) + 1, MAX_CYCLES)
     colours = shades(schedule.op, chunks(schedule.device, schedule.stage))
@@ -123,6 +124,7 @@ def graph_html(graph: TaskGraph) -> str:
     str
         HTML for notebooks.
     """
+    check_type("graph", graph, TaskGraph)
     shown = min(graph.n_devices, MAX_DEVICES // 2)
     counts = np.zeros((len(Op), graph.n_devices), dtype=np.int64)
     np.add.at(counts, (graph.op, graph.device), 1)
@@ -158,6 +160,7 @@ def timeline_html(timeline: Timeline) -> str:
     str
         HTML for notebooks.
     """
+    check_type("timeline", timeline, Timeline)
     line = (
         f"{timeline.name}: makespan {format_time(timeline.makespan)}, bubble "
         f"{timeline.bubble_fraction:.1%}, {timeline.throughput:.4g} micro-batches/s"
@@ -194,6 +197,7 @@ def comparison_html(comparison: Comparison) -> str:
     str
         HTML for notebooks.
     """
+    check_type("comparison", comparison, Comparison)
     rows = [
         [
             f"{op} {LABELS[Op[str(op)]]}",

@@ -23,7 +23,7 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
 
     Of a bucket of gradients, this includes the backward that it needs a part of.
     """
-    tasks = [graph.task(k) for k in range(len(graph))]
+    tasks = list(graph)
     size = graph.n_microbatches // graph.n_batches
     ids = {(task.replica, task.action): task.id for task in tasks}
     of_stage: dict[tuple[int, int], list[Any]] = defaultdict(list)

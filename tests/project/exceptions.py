@@ -54,8 +54,7 @@ UNATTACKED: dict[str, str] = {
     "ps.graph.Tasks": "checked when it is wired",
     "ps.models.Kernel": "a named tuple; GPU.kernel_seconds checks it",
     **{f"ps.plot.{name}": _DRAWN for name in (
-        "accuracy", "autograd_graph_html", "comparison_html", "graph_html", "overlay", "panels",
-        "plan_front", "save", "schedule_html", "timeline_html")},
+        "accuracy", "overlay", "panels", "plan_front", "save")},
     "ps.trace.lanes": _INSIDE,
     "ps.trace.names": _INSIDE,
     "ps.trace.nanoseconds": _INSIDE,

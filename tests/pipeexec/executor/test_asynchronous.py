@@ -152,7 +152,7 @@ def step_by_definition(
     they are double-buffered, after those of all mini-batches but the last.
     """
     m, of_batch = graph.n_microbatches, graph.n_microbatches // graph.n_batches
-    tasks = [graph.task(k) for k in range(len(graph))]
+    tasks = list(graph)
     history = [[snapshot(stage)] for stage in stages]
     optimizers = [sgd(stage.parameters()) for stage in stages]
     parts = list(zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True))

@@ -69,7 +69,7 @@ def test_schedule_without_own_ranges(two_ranks: Ranks, tmp_path: Path, name: str
 
 def compute(graph: ps.TaskGraph, device: int) -> list[str]:
     """Return the forwards and backwards of a device, in their order."""
-    tasks = [graph.task(task) for task in range(len(graph))]
+    tasks = list(graph)
     return [str(task) for task in tasks if task.device == device and task.action.op in (Op.F, Op.B)]
 
 

@@ -239,7 +239,7 @@ def test_issue_order_by_hand() -> None:
 def test_issue_order_of_replicas_by_hand(overlap: bool, issued: str) -> None:
     """Each phase of each cycle for one replica after the other (``replica:action``)."""
     graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2, overlap=overlap)
-    tasks = [graph.task(task) for task in range(len(graph))]
+    tasks = list(graph)
     assert " ".join(f"{task.replica}:{task}" for task in tasks) == issued
     assert graph.collectives.values.tolist() == [  # stage 0's, then stage 1's
         *(t.id for t in tasks if str(t) == "0REDUCE_GRAD"),
@@ -281,7 +281,7 @@ def test_replicas_are_alike(case: Lowering) -> None:
     many = ps.lower(schedule, **{**options, "n_replicas": 3})
     alone = ps.lower(schedule, **{**options, "n_replicas": 1, "shard_parameters": "none"})
     n_paths = schedule.placement.n_paths
-    wanted = [alone.task(task) for task in range(len(alone))]
+    wanted = list(alone)
     together = {Op.REDUCE_GRAD, Op.UNSHARD, Op.RESHARD, Op.REDUCE_TIED}  # or after REDUCE_GRADs
     wanted = [str(task) for task in wanted if task.op not in together]
     for replica in range(3):
@@ -315,7 +315,7 @@ def test_issue_order_is_the_clock_cycle(schedule: ps.Schedule) -> None:
     compute = compute_graph(schedule)
     level = {compute.task(t).action: int(compute.levels[t]) for t in range(len(compute))}
     graph = ps.lower(schedule, step="none")
-    issued = [graph.task(t) for t in range(len(graph)) if graph.op[t] in COMPUTE]
+    issued = [task for task in graph if task.op in COMPUTE]
     keys = [(level[task.action], task.device) for task in issued]
     assert keys == sorted(keys)
 

@@ -69,8 +69,7 @@ def traffic(
     costs = ps.Costs(
         1, 1, output_bytes=1, parameter_bytes=1, network=network, all_reduce=all_reduce
     )
-    tasks_of = (graph.task(k) for k in range(len(graph)))
-    drawn = [lasts.get((task.replica, task.op, task.stage), 0.0) for task in tasks_of]
+    drawn = [lasts.get((task.replica, task.op, task.stage), 0.0) for task in graph]
     return graph, replace(costs.of(graph), drawn=np.array(drawn, dtype=float))
 
 
