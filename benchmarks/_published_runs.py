@@ -55,7 +55,7 @@ _SOURCES = {
     "foundry-a100_80gb": _Source("MPT, A100 80 GB", _FOUNDRY),
     "foundry-a100_40gb": _Source("MPT, A100 40 GB", _FOUNDRY),
     "megatron-readme": _Source("Megatron README", ps.Framework.preset("megatron_core_2024")),
-    "dgxc": _Source("NeMo", ps.Framework.preset("megatron_core_2024", exchange_element_bytes=2)),
+    "dgxc": _Source("NeMo", ps.Framework.preset("nemo_2025")),
 }
 _MACHINES = {"a100": "dgx_a100", "h100": "dgx_h100"}
 #: Sizes of micro-batches that are tried where none is published.
@@ -126,7 +126,7 @@ def _row(run: Mapping[str, Any]) -> dict[str, Any]:
     sizes = run["model"]
     if is_nemo:
         sizes = {"model": run["preset"], "sequence_length": run["sequence_length"],
-                 "bytes_per_gradient": 4}  # fmt: skip
+                 "bytes_per_gradient": 2}  # fmt: skip
     return {
         "label": run["model"] if is_nemo else run["label"],
         **sizes,

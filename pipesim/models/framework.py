@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 TensorOverlap = Literal["none", "userbuffers", "async"]
+FusedSums = Literal["wider", "all", "none"]
 GradSync = Literal["last", "bucketed"]
 GradientExchange = Literal["reduce_scatter", "all_reduce"]
 
@@ -67,8 +68,12 @@ class Framework:
         - ``"async"``: torch's asynchronous tensor parallelism; half of each collective stays,
           assumed from the 8 to 9 % of a step that torchtitan measured.
     fused_sums
-        Whether products of weight gradients add to sums of more bytes than parameters
-        (``gradient_accumulation_fusion``); True by default. Otherwise a kernel adds them.
+        Which products of weight gradients add to their sums (``gradient_accumulation_fusion``);
+        otherwise a kernel adds them:
+
+        - ``"wider"`` (the default): where sums have more bytes than parameters.
+        - ``"all"``: all, as in Megatron-LM if it sums in 16 bits.
+        - ``"none"``: none.
     exchange_element_bytes
         Bytes of an element of gradients while replicas exchange them; 0 (the default) for those of
         the sums, ``bytes_per_gradient``.
@@ -111,7 +116,7 @@ class Framework:
     separate_gate: bool = False
     attention_copies: bool = False
     tensor_overlap: TensorOverlap = "none"
-    fused_sums: bool = True
+    fused_sums: FusedSums = "wider"
     exchange_element_bytes: Amount = 0.0
     gradient_exchange: GradientExchange = "reduce_scatter"
     exchange_copies: Amount = 0.0
@@ -187,7 +192,7 @@ PRESETS: dict[str, Framework] = {
     ),
     "megatron_deepspeed_2022": Framework(
         score_bias=True,
-        fused_sums=False,
+        fused_sums="none",
         exchange_element_bytes=4.0,
         gradient_exchange="all_reduce",
         exchange_copies=16.0,
@@ -219,6 +224,16 @@ PRESETS: dict[str, Framework] = {
         source="NVIDIA/dgxc-benchmarking, settings of NeMo: ub_tp_comm_overlap, overlap_grad_sync, "
         "overlap_param_sync; Megatron-Bridge, comm_overlap.py; Megatron-LM, buckets of at least "
         "40 million parameters, which are 10 to 30 of a chunk of models of 70 to 400 billion",
+    ),
+    "nemo_2025": Framework(
+        attention_kernel="cudnn",
+        tensor_overlap="userbuffers",
+        fused_sums="all",
+        grad_sync="bucketed",
+        n_buckets=16,
+        gather_parameters="before_forward",
+        source="as megatron_core_2024; NVIDIA/dgxc-benchmarking: grad_sync_dtype bf16 (sums have "
+        "16 bits: bytes_per_gradient=2), gradient_accumulation_fusion",
     ),
     "torchtitan_2024": Framework(
         attention_kernel="fa2",

@@ -98,13 +98,14 @@ def linear_elements(shard: Shard) -> tuple[float, float]:
 
 
 def fuses_weight_grads(shard: Shard) -> bool:
-    """Return whether products of weight gradients add to main gradients of more bytes.
+    """Return whether products of weight gradients add to main gradients.
 
     That is ``gradient_accumulation_fusion`` of Megatron-LM. Otherwise a product writes a gradient
     of its own, and another kernel adds it to the sum.
     """
-    model = shard.model
-    return shard.framework.fused_sums and model.bytes_per_gradient > model.bytes_per_parameter
+    model, fused = shard.model, shard.framework.fused_sums
+    is_wider = model.bytes_per_gradient > model.bytes_per_parameter
+    return fused == "all" or (fused == "wider" and is_wider)
 
 
 class StageKey(NamedTuple):

@@ -1,6 +1,7 @@
 """What a framework does, in costs: by hand, and from published counts and speeds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,38 @@ def test_gradients_are_exchanged_in_32_bits_by_all_reduces() -> None:
     parameters = 20 * LLAMA.layer_parameters + LLAMA.embedding_parameters
     assert seconds(ALEPH, "STEP") - seconds(None, "STEP") == pytest.approx(26e-12 * parameters)
     assert seconds(ALEPH, "UNSHARD") == seconds(None, "UNSHARD")
+
+
+@pytest.mark.slow
+def test_a_published_layout_fits_with_sums_in_16_bits() -> None:
+    """NeMo trains Llama 3.1 405B on 1,024 H100, 8 replicas; with sums in 32 bits it would not fit.
+
+    NVIDIA, Megatron-Bridge, performance summary 25.09. Of its 64 micro-batches 16 hold as many
+    activations at once.
+    """
+    graph = ps.lower(ps.schedule("interleaved_1f1b", 8, 16, n_chunks=8), step="none")
+    held = []
+    for size in (2, 4):
+        model = ps.Transformer.preset("llama3_405b", bytes_per_gradient=size)
+        costs = model.costs(
+            [1, *[2] * 62, 1], microbatch_size=1, tensor_parallel=8, context_parallel=2,
+            sequence_parallel=True, flash_attention=True, framework="nemo_2025", gpu="h100_sxm",
+            network=ps.Network.preset("dgx_h100", gpus_per_device=16),
+        )  # fmt: skip
+        state = costs.per_stage("optimizer_bytes", 64).reshape(8, 8).sum(axis=0)
+        peak = ps.simulate(graph, replace(costs, workload=None)).memory.peak
+        held.append(float((peak - state * 7 / 8).max()))
+    assert held[0] < 70e9
+    assert held[1] > 80e9
+
+
+def test_sums_of_16_bits_add_in_products() -> None:
+    """A framework that fuses all sums has no kernel that adds gradients of linear maps."""
+    added = [
+        set(LLAMA.kernels(PLAIN, microbatch_size=1, framework=framework)["kernel"])
+        for framework in (None, "nemo_2025")
+    ]
+    assert added[0] - added[1] >= {"qkv accumulation", "up accumulation", "down accumulation"}
 
 
 def test_exchanges_behind_compute() -> None:
