@@ -1,0 +1,39 @@
+"""
+Published steps by framework
+============================
+
+Steps that six sources published, measured over predicted from data sheets: without their framework
+(grey), and with it. Nothing is fitted to them. *How predictions err* names the sources, and has
+the errors of each.
+"""
+
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import pipesim as ps
+from pipesim import plot
+
+path = Path(ps.__file__).parent / "analysis" / "published_quotients.json"
+published = json.loads(path.read_text())
+best = sorted(x for quotients in published.pop("").values() for x in quotients)
+rows = {
+    f"{name}, {family.upper()}": quotients
+    for name, families in sorted(published.items(), reverse=True)
+    for family, quotients in families.items()
+}
+rows["without framework"] = best
+plt.rcParams.update(plot.paper_style(columns=2, height=2.6))
+fig, ax = plt.subplots()
+ax.axvspan(0.9, 1.1, color="0.92")
+for place, (name, quotients) in enumerate(rows.items()):
+    spread = place + np.linspace(-0.35, 0.35, len(quotients))
+    color = "0.5" if name == "without framework" else "C0"
+    ax.plot(quotients, spread, linestyle="", marker=".", markersize=3, color=color)
+ax.set(xlabel="Measured over predicted seconds", xscale="log", yticks=range(len(rows)))
+ax.set_yticklabels(list(rows))
+ticks = (0.8, 0.9, 1, 1.1, 1.25, 1.5, 2)
+ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+ax.set_xticks([], minor=True)
