@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from _published_steps import EFFICIENCY, PUBLISHED, PublishedSteps
+from _published_steps import EFFICIENCY, PUBLISHED, PublishedSteps, published_steps
 
 import pipesim as ps
 from pipesim.calibration.measured_steps import measured_steps, step_predictions
@@ -57,20 +57,30 @@ _SOURCES = {
     "megatron-readme": _Source("Megatron README", ps.Framework.preset("megatron_core_2024")),
     "dgxc": _Source("NeMo", ps.Framework.preset("nemo_2025")),
 }
+_OF_MEGATRON = ("vTrain, one node", "vTrain, 512 GPUs", "Selene")
 _MACHINES = {"a100": "dgx_a100", "h100": "dgx_h100"}
 #: Sizes of micro-batches that are tried where none is published.
 _MICROBATCHES = (1, 2, 4)
 
 
 def published_runs() -> list[PublishedSteps]:
-    """Return all sets, with their frameworks in the rows."""
+    """Return all sets, with their frameworks in the rows.
+
+    Sets of `published_steps` that ran on Megatron-LM of 2021 come first.
+    """
+    megatron = ps.Framework.preset("megatron_2021")
+    early = [
+        replace(steps, rows=[{**row, "framework": megatron} for row in steps.rows])
+        for steps in published_steps()
+        if steps.name in _OF_MEGATRON
+    ]
     runs = defaultdict[str, list[tuple[Mapping[str, Any], float]]](list)
     for name in ("published_runs_subset.json", "dgxc_h100_subset.json"):
         table = json.loads((PUBLISHED / name).read_text())
         for run, seconds in zip(table["inputs"]["rows"], table["expected"], strict=True):
             if run.get("precision", "bf16") == "bf16":
                 runs[run.get("set", "dgxc")].append((run, seconds))
-    return [_steps(source, runs[name]) for name, source in _SOURCES.items()]
+    return early + [_steps(source, runs[name]) for name, source in _SOURCES.items()]
 
 
 def with_framework(steps: PublishedSteps, **changes: Any) -> PublishedSteps:
