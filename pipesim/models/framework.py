@@ -147,6 +147,7 @@ class Framework:
             check_name("attribute of a framework", attribute, [x.name for x in fields(cls)])
         return replace(preset, name=name, **changes)
 
+    @checked
     def lowering(
         self, *, shard_optimizer: bool = False, shard_parameters: bool = False
     ) -> dict[str, Any]:
