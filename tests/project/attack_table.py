@@ -258,10 +258,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Network.scaled": lambda _: {"self": ps.Network(1e-6, 1e9)},
     "ps.Network.to_dict": lambda _: {"self": network()},
     "ps.Network.unlimited": lambda _: {"self": network()},
-    "ps.NodeCollectives": lambda _: {},
-    "ps.NodeCollectives.rate": lambda _: {
-        "self": ps.NodeCollectives(bandwidth=1.0), "n_gpus": 2, "port_bandwidth": 1.0},
-    "ps.NodeCollectives.scaled": lambda _: {"self": ps.NodeCollectives(1.0)},
+    "ps.NodeCollectives": lambda _: {"bandwidth": 1.0, "peak_bandwidth": 2.0},
     "ps.Nodes": lambda _: {"devices_per_node": 2},
     "ps.Nodes.grouped": lambda _: {"self": ps.Nodes(2), "gpus_per_device": 2},
     "ps.Nodes.from_dict": lambda _: {"values": {"devices_per_node": 2}},

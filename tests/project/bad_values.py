@@ -97,7 +97,9 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
         ("Count", "OptionalSize", "Size", "Whole"),
         lambda v: isinstance(v, int) and not isinstance(v, bool),
     ),
-    **dict.fromkeys(("Amount", "Fraction", "NotNegative", "Positive", "Seconds"), _number),
+    **dict.fromkeys(
+        ("Amount", "Bandwidth", "Fraction", "NotNegative", "Positive", "Seconds"), _number
+    ),
     "str": lambda v: isinstance(v, str),
     "Path": lambda v: isinstance(v, str | Path),
     "Callable": callable,

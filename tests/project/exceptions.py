@@ -28,6 +28,8 @@ UNATTACKED: dict[str, str] = {
     "ps.Network.collective_links": _INSIDE,
     "ps.Network.resolve": _INSIDE,
     "ps.Network.resolve_host": _INSIDE,
+    "ps.NodeCollectives.rate": _INSIDE,
+    "ps.NodeCollectives.scaled": "Network.scaled checks its factors",
     "ps.Nodes.nic_of": _INSIDE,
     "ps.Nodes.node_of": _INSIDE,
     "ps.Noise.applied": _INSIDE,
