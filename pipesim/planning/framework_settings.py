@@ -11,6 +11,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.lower import lower
 from pipesim.lowering.parameter_shards import GatherParameters
+from pipesim.models.framework import BEST_CASE, Framework
 from pipesim.planning.choice import PlanChoice, layers_text, schedule_options
 from pipesim.scheduling.placement import Layout, Placement
 from pipesim.scheduling.registry import schedule as named_schedule
@@ -39,6 +40,8 @@ class TrainerSettings:
         When replicas reduce gradients and gather parameters, as in `pipesim.lower`.
     expert_tensor_parallel
         GPUs that share each expert.
+    framework
+        What the framework does besides, as its flags or settings say.
     schedule_csv
         File with the order of the pipeline; empty for the named schedule of ``choice``.
     ignored
@@ -68,6 +71,7 @@ class TrainerSettings:
     grad_sync: GradSyncs = "last"
     gather_parameters: GatherParameters = "after_step"
     expert_tensor_parallel: int = 1
+    framework: Framework = BEST_CASE
     schedule_csv: str = ""
     ignored: tuple[str, ...] = ()
 
@@ -118,6 +122,7 @@ class TrainerSettings:
         options = {
             "layers_per_stage": choice.layers_per_stage,
             "slices": choice.n_slices,
+            "framework": self.framework,
             **choice.shard_options,
         }
         if choice.expert_parallel > 1:

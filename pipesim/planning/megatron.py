@@ -15,6 +15,7 @@ from pipesim.costs.layer_split import read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.parameter_shards import GatherParameters, ShardParameters
+from pipesim.models.framework import BEST_CASE, Framework, FusedSums
 from pipesim.planning.choice import PlanChoice
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout
@@ -46,11 +47,12 @@ OFFLOADED = (
 
 def megatron_flags(
     choice: PlanChoice, global_batch: int, layout: Layout, exchange: Mapping[str, object], *,
-    has_experts: bool = False,
+    has_experts: bool = False, framework: Framework = BEST_CASE,
 ) -> str:  # fmt: skip
     """Return the flags of a configuration; see `Plan.to_megatron`.
 
     ``exchange``: when replicas reduce gradients and gather parameters; options of `pipesim.lower`.
+    Of the framework, collectives behind products have a flag.
     """
     _check(choice)
     _check_sharing(choice, has_experts)
@@ -68,7 +70,9 @@ def megatron_flags(
         flags += ["--num-layers-per-virtual-pipeline-stage", str(sizes[0])]
     flags += ["--micro-batch-size", str(choice.microbatch_size)]
     flags += ["--global-batch-size", str(global_batch)]
-    flags += ["--sequence-parallel"] * (choice.sequence_parallel and t > 1)
+    splits = choice.sequence_parallel and t > 1
+    flags += ["--sequence-parallel"] * splits
+    flags += ["--tp-comm-overlap"] * (splits and framework.tensor_overlap == "userbuffers")
     flags += _RECOMPUTE[choice.recompute]
     flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
     gathers = choice.optimizer_shares > 1 and exchange.get("gather_parameters") == "before_forward"
@@ -261,6 +265,7 @@ def read_megatron(
         grad_sync=grad_sync,
         gather_parameters=gather_parameters,
         expert_tensor_parallel=read.count("--expert-tensor-parallel-size") or t,
+        framework=_framework(read),
         ignored=_checked_rest(read),
     )
 
@@ -372,6 +377,19 @@ def _exchange(read: Flags, choice: PlanChoice) -> tuple[GradSyncs, GatherParamet
     return (
         ("bucketed", *rest) if reduces and rest else "bucketed" if reduces else "last",
         "before_forward" if gathers and choice.shard_optimizer else "after_step",
+    )
+
+
+def _framework(read: Flags) -> Framework:
+    """Return Megatron-Core with the collectives, sums and exchanges that the flags ask for."""
+    reduces, gathers = map(read.switch, ("--overlap-grad-reduce", "--overlap-param-gather"))
+    sums: FusedSums = "all" if read.switch("--grad-reduce-in-bf16") else "wider"
+    return Framework.preset(
+        "megatron_core_2024",
+        tensor_overlap="userbuffers" if read.switch("--tp-comm-overlap") else "none",
+        fused_sums="none" if read.switch("--no-gradient-accumulation-fusion") else sums,
+        grad_sync="bucketed" if reduces else "last",
+        gather_parameters="before_forward" if gathers else "after_step",
     )
 
 

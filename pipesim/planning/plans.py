@@ -129,7 +129,7 @@ class Plan:
         has_experts = bool(getattr(problem.model, "n_experts", 0))
         return megatron_flags(
             self.choice, problem.global_batch, problem.layout, problem.exchange(self.choice),
-            has_experts=has_experts,
+            has_experts=has_experts, framework=problem.parallel.framework,
         )  # fmt: skip
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
 from pipesim.lowering.parameter_shards import ShardParameters
+from pipesim.models.framework import Framework, TensorOverlap
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import PlanChoice, placement_of
@@ -260,10 +261,10 @@ def read_torchtitan(
 ) -> TrainerSettings:
     """Read the configuration of a pipeline from settings of torchtitan 0.2.2.
 
-    The tables ``parallelism``, ``training`` and ``activation_checkpoint`` are read; what they lack
-    has torchtitan's default, but recompute without a ``mode`` is ``"none"``. Settings that would
-    change the pipeline and are not understood are refused. Other settings of these tables are
-    listed in `TrainerSettings.ignored`, and other tables are left out.
+    The tables ``parallelism``, ``training``, ``activation_checkpoint`` and ``compile`` are read;
+    what they lack has torchtitan's default, but recompute without a ``mode`` is ``"none"``.
+    Settings that would change the pipeline and are not understood are refused. Other settings of
+    these tables are listed in `TrainerSettings.ignored`, and other tables are left out.
 
     FSDP shards parameters, so that replicas that share only the optimizer do not occur:
     ``fsdp_reshard_after_forward = "never"`` is ``shard_parameters="step"`` of `pipesim.lower`.
@@ -345,9 +346,20 @@ def read_torchtitan(
         choice,
         batch,
         expert_tensor_parallel=tables.count("parallelism", "expert_tensor_parallel_degree", 1),
+        framework=_framework(tables),
         schedule_csv=csv,
         ignored=tables.checked_rest(),
     )
+
+
+def _framework(tables: Tables) -> Framework:
+    """Return torchtitan, whose compiler fuses operations, with its overlap of collectives."""
+    name = "enable_async_tensor_parallel"
+    overlaps = check_flag(f"toml: {name}", tables.get("parallelism", name, False))
+    fuses = check_flag("toml: compile.enable", tables.get("compile", "enable", False))
+    fused = dict.fromkeys(("fused_rotary", "fused_activation", "fused_norm"), fuses)
+    overlap: TensorOverlap = "async" if overlaps else "none"
+    return Framework.preset("torchtitan_2024", tensor_overlap=overlap, **fused)
 
 
 def _replicas(
@@ -546,7 +558,7 @@ class Tables:
                 "file as pathlib.Path"
             ) from error
         self._values: dict[str, dict[str, Any]] = {}
-        for name in ("training", "parallelism", "activation_checkpoint"):
+        for name in ("training", "parallelism", "activation_checkpoint", "compile"):
             table = content.get(name, {})
             if not isinstance(table, dict):
                 raise ArgumentError(f"toml: {name} must be a table, got {table!r:.60}")

@@ -257,7 +257,7 @@ CLUSTER = ps.Cluster(
 NO_FLAG = {"routing"}
 #: Fields of `Parallel` that `TrainerSettings.cost_options` lacks: flags of Megatron-LM and settings
 #: of torchtitan that give them do not change the pipeline, and are among those ignored.
-NOT_READ = set(PARALLEL) - {*SEARCHED, "expert_tensor_parallel"}
+NOT_READ = set(PARALLEL) - {*SEARCHED, "expert_tensor_parallel", "framework"}
 
 
 def spread_costs(parallel: ps.Parallel | None = None, **settings: Any) -> ps.Costs:

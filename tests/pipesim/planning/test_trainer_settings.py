@@ -464,8 +464,10 @@ def test_costs_are_those_of_the_plan() -> None:
     plans = ps.plan(
         model, cluster, global_batch=16, tensor_parallel=4, pipeline_parallel=2, schedules="1f1b",
         recompute="selective", sequence_parallel=True, progress=False,
+        framework="megatron_core_2024",
     )  # fmt: skip
     best = plans.best
+    assert "--tp-comm-overlap" in best.to_megatron()
     settings = ps.read_megatron(best.to_megatron(), n_gpus=16)
     network = cluster.network(best.choice.gpus_per_device)
     costs = model.costs(
@@ -480,3 +482,22 @@ def test_costs_are_those_of_the_plan() -> None:
     )
     options = ps.read_megatron(flags, n_gpus=8).cost_options
     assert (options["expert_parallel"], options["expert_tensor_parallel"]) == (4, 1)
+
+
+def test_frameworks_of_flags_and_settings() -> None:
+    """Collectives behind products, sums and exchanges, and fused operations."""
+    flags = "--num-layers 8 --micro-batch-size 1 --global-batch-size 8 "
+    usual, other = (
+        ps.read_megatron(flags + more).framework
+        for more in ("", "--tp-comm-overlap --overlap-grad-reduce --grad-reduce-in-bf16")
+    )
+    assert (usual.tensor_overlap, usual.grad_sync, usual.fused_sums) == ("none", "last", "wider")
+    assert (other.tensor_overlap, other.grad_sync, other.fused_sums) == (
+        "userbuffers", "bucketed", "all"
+    )  # fmt: skip
+    eager, compiled = (
+        titan(f"enable_async_tensor_parallel = true\n{more}").framework
+        for more in ("", "[compile]\nenable = true")
+    )
+    assert eager.tensor_overlap == compiled.tensor_overlap == "async"
+    assert (eager.fused_norm, compiled.fused_norm) == (False, True)
