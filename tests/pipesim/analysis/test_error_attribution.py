@@ -268,6 +268,7 @@ def test_a_run_with_one_link_a_pair_leaves_nothing_unexplained(data: st.DataObje
             data.draw(costs(task_graph.n_stages, task_graph.n_devices)),
             network=network,
             launch=launch,
+            launch_by_op=None,
         )
         for launch in (0.0, 0.25)
     ]
