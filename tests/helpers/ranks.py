@@ -6,7 +6,9 @@ that takes `pipeexec.distributed.Processes`, and leaves what it returns in the f
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -26,11 +28,20 @@ from forked import Forked
 Case = Callable[Concatenate[Any, ...], Any]
 
 
+#: Ports below those that Linux gives to connections, from 32768 on: so many for each worker.
+_FIRST_PORT, _PORTS, _WORKERS = 20000, 1000, 12
+_port_numbers = itertools.count(os.getpid())
+
+
 def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free port, which neither a connection nor another worker of these tests gets."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _WORKERS
+    for number in _port_numbers:
+        port = _FIRST_PORT + worker * _PORTS + number % _PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError  # the numbers have no end
 
 
 def environment(rank: int, n_ranks: int, port: int) -> dict[str, str]:
