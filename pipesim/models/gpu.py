@@ -101,9 +101,7 @@ _LAUNCH, _OVERHEAD, _HALF_DEPTH = 10e-6, 2e-6, 64.0
 #: Elements of the tiles of a matrix product's result, and the share of ``flops`` that they reach:
 #: tiles of 128 by 256, and of 128 by 128 with an assumed loss.
 _TILES = ((128 * 256, 1.0), (128 * 128, 0.93))
-#: How many times as long a product takes without tensor cores: FLOP/s in 16 bits over those of
-#: 32-bit cores on A100 (data sheet). Steps of BLOOM's models with heads of 108 elements are 33 %
-#: too short without it, and 8 to 12 % with it.
+#: See `Kernel.is_misaligned`; inferred from BLOOM's steps with heads of 108 elements.
 _MISALIGNED = 16.0
 #: Words between the name of a GPU and the number of steps that its constants were fitted to.
 FITTED = " fitted to "
