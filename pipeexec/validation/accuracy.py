@@ -104,7 +104,7 @@ class Row:
         return float(self.errors[np.abs(self.errors).argmax()])
 
     @property
-    def error_interval(self) -> Interval:
+    def error_interval(self) -> MeanInterval:
         """Mean of `errors` and its 95 % interval, by Student's t.
 
         With several repeats, it is over the means of the repeats. With one repeat, it is over the
@@ -137,7 +137,7 @@ class Repeat(NamedTuple):
     results: Sequence[MeasuredStep]
 
 
-def _interval_over(errors: Sequence[Sequence[float]]) -> Interval:
+def _interval_over(errors: Sequence[Sequence[float]]) -> MeanInterval:
     """Return the mean error and its 95 % interval; see `Row.error_interval`.
 
     ``errors`` are those of each repeat's steps. Steps of one repeat share a calibration, so their
@@ -271,7 +271,7 @@ _STUDENT = (
 _NORMAL = 1.959964
 
 
-class Interval(NamedTuple):
+class MeanInterval(NamedTuple):
     """A mean, and the ends of its 95 % confidence interval."""
 
     mean: float
@@ -279,7 +279,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def mean_interval(values: Iterable[float]) -> Interval:
+def mean_interval(values: Iterable[float]) -> MeanInterval:
     """Return the mean of independent values and its 95 % interval, by Student's t.
 
     The interval is NaN for fewer than two values, as their deviation is unknown. The mean is NaN
@@ -287,12 +287,12 @@ def mean_interval(values: Iterable[float]) -> Interval:
     """
     sample = np.array(list(values), dtype=np.float64)
     if not len(sample):
-        return Interval(math.nan, math.nan, math.nan)
+        return MeanInterval(math.nan, math.nan, math.nan)
     mean = float(sample.mean())
     if len(sample) < 2:
-        return Interval(mean, math.nan, math.nan)
+        return MeanInterval(mean, math.nan, math.nan)
     half = _student_quantile(len(sample) - 1) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
-    return Interval(mean, mean - half, mean + half)
+    return MeanInterval(mean, mean - half, mean + half)
 
 
 def _student_quantile(freedom: int) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.prediction_interval import steps_like
 from pipesim.errors import CostsWarning, TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.memory import reserved_memory
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 #: Columns of `compare` that a table has only if a timeline has their values.
-KNOWN_RESULTS = ("memory_limit", "fits", "tokens_per_second", "mfu")
+KNOWN_RESULTS = ("low", "high", "memory_limit", "fits", "tokens_per_second", "mfu")
 #: Tasks of a graph up to which `compare` computes its gap.
 MOST_TASKS = 200_000
 
@@ -95,6 +96,9 @@ def summary(timeline: Timeline) -> dict[str, float]:
 def known_results(timeline: Timeline) -> dict[str, float | bool]:
     """Return the values of a timeline in those columns of `compare` that may be missing."""
     results: dict[str, float | bool] = {}
+    steps = steps_like(timeline)
+    if steps is not None and steps.quotients:
+        results["low"], results["high"] = steps.ends(timeline.makespan)
     limit = timeline.memory.limit
     if limit is not None:
         room = limit if timeline.costs is None else limit - reserved_memory(timeline)

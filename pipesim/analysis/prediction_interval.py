@@ -3,9 +3,9 @@
 Quotients of measured over predicted seconds of published steps are in ``published_quotients.json``,
 by framework and family of GPUs. ``benchmarks/published_steps.py`` writes them. An interval has its
 ends at quantiles of the quotients of its framework and family, or, for a framework with few of
-them, of all frameworks of the family. For other GPUs and frameworks without a name it is the band
-between two frameworks: one that fuses and hides what any preset does, and one that fuses and hides
-nothing.
+them, of all frameworks of the family. For other GPUs, number formats of 8 and 4 bits and frameworks
+without a name it is the band between two frameworks: one that fuses and hides what any preset does,
+and one that fuses and hides nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pipesim.models.gpu import GPU
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.checks import Fraction, checked
+from pipesim.utils.texts import format_time
 
 _FILE = Path(__file__).with_name("published_quotients.json")
 #: Least number of published steps whose quantiles say where others will be.
@@ -94,60 +95,86 @@ def prediction_interval(timeline: Timeline, share: Fraction = 0.8) -> Interval:
     >>> interval.low <= timeline.makespan <= interval.high
     True
     """
-    costs, settings = timeline.costs, None
-    if costs is not None and costs.work is not None:
-        settings = costs.work.settings
-    if costs is None or not settings or "gpu" not in settings:
+    steps = steps_like(timeline)
+    if steps is None:
         raise TimelineError(
             f"costs of timeline {timeline.name!r} are not those of a GPU's data sheet, whose "
             "errors are known from published steps; for measured costs, pipeexec.validate tells "
             "theirs"
         )
-    steps = _known_steps(as_framework(settings.get("framework")), GPU(**settings["gpu"]))
     seconds = timeline.makespan
     if steps.quotients:
-        low, high = np.quantile(steps.quotients, [(1 - share) / 2, (1 + share) / 2]).tolist()
-        return Interval(seconds * low, seconds * high, share, f"{share:.0%} of {steps.text}")
-    others = [costs.rebuilt(framework=other.to_dict()) for other in (_BEST, _WORST)]
+        low, high = steps.ends(seconds, share)
+        return Interval(low, high, share, f"{share:.0%} of {steps.text}")
+    assert timeline.costs is not None
+    others = [timeline.costs.rebuilt(framework=other.to_dict()) for other in (_BEST, _WORST)]
     band = [seconds, *(predict_timeline(timeline.graph, other).makespan for other in others)]
     basis = f"from all fused and hidden to nothing, as there are {steps.text}"
     return Interval(min(band), max(band), math.nan, basis)
 
 
-def published_errors(framework: Framework, gpu: GPU) -> str:
-    """Return in a sentence how published steps differed from predictions."""
-    steps = _known_steps(framework, gpu)
-    if not steps.quotients:
-        return f"There are {steps.text}: timeline.interval() gives a band."
-    low, high = np.quantile(steps.quotients, [0.1, 0.9]).tolist()
-    return f"80 % of {steps.text} took {low:.2f} to {high:.2f} times as long as predicted."
-
-
-class _KnownSteps(NamedTuple):
+class KnownSteps(NamedTuple):
     """Measured over predicted seconds of published steps, none if they are too few; and a name."""
 
     quotients: Sequence[float]
     text: str
 
+    def ends(self, seconds: float, share: float = 0.8) -> tuple[float, float]:
+        """Return the seconds between which a share of such steps is; NaN without quotients."""
+        if not self.quotients:
+            return math.nan, math.nan
+        low, high = np.quantile(self.quotients, [(1 - share) / 2, (1 + share) / 2]).tolist()
+        return seconds * low, seconds * high
 
-def _known_steps(framework: Framework, gpu: GPU) -> _KnownSteps:
+    def __str__(self) -> str:
+        if not self.quotients:
+            return f"There are {self.text}: timeline.interval() gives a band."
+        low, high = self.ends(1.0)
+        return f"80 % of {self.text} took {low:.2f} to {high:.2f} times as long as predicted."
+
+
+def steps_like(timeline: Timeline) -> KnownSteps | None:
+    """Return published steps like that of a timeline; None without costs of a GPU's data sheet."""
+    work = None if timeline.costs is None else timeline.costs.work
+    settings = None if work is None else work.settings
+    if not settings or "gpu" not in settings:
+        return None
+    return known_steps(
+        as_framework(settings.get("framework")),
+        GPU(**settings["gpu"]),
+        settings.get("precision", "bf16"),
+    )
+
+
+def ends_text(timeline: Timeline) -> str:
+    """Return the ends of the interval of 80 %, such as " (1.9 s to 2.4 s)"; "" if not known."""
+    steps = steps_like(timeline)
+    if steps is None or not steps.quotients:
+        return ""
+    low, high = steps.ends(timeline.makespan)
+    return f" ({format_time(low)} to {format_time(high)})"
+
+
+def known_steps(framework: Framework, gpu: GPU, precision: str) -> KnownSteps:
     """Return published steps of a framework, or else of all, on a family of GPUs."""
     family, sheet = gpu.name.partition("_")[0], DATA_SHEETS.get(gpu.name)
     text = f"too few published steps of {framework.name or 'this framework'} on {family or 'it'}"
     if sheet is None or gpu.flops != sheet.flops * sheet.flops_efficiency:
-        return _KnownSteps((), f"no published steps of {gpu.name or 'a GPU'} with these rates")
+        return KnownSteps((), f"no published steps of {gpu.name or 'a GPU'} with these rates")
+    if precision not in ("bf16", "fp16"):
+        return KnownSteps((), f"too few published steps in {precision} on {family}")
     is_best_case = framework == BEST_CASE
     name = "" if is_best_case else framework.name
     own = _published().get(name, {}).get(family, ()) if name or is_best_case else ()
     if len(own) >= _LEAST:
         kind = "without their framework" if is_best_case else f"of {name}"
-        return _KnownSteps(own, f"{len(own)} published steps {kind} on {family}")
+        return KnownSteps(own, f"{len(own)} published steps {kind} on {family}")
     if not name:
-        return _KnownSteps((), text)
+        return KnownSteps((), text)
     every = [x for key, rows in _published().items() if key for x in rows.get(family, ())]
     if len(every) < _LEAST:
-        return _KnownSteps((), text)
-    return _KnownSteps(every, f"{len(every)} published steps of all frameworks on {family}")
+        return KnownSteps((), text)
+    return KnownSteps(every, f"{len(every)} published steps of all frameworks on {family}")
 
 
 @cache

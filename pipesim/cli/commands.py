@@ -15,6 +15,7 @@ from pipesim.analysis.compare import KNOWN_RESULTS, known_results, table_of, wit
 from pipesim.analysis.critical_path import device_table
 from pipesim.analysis.idle import CAUSES, idle_shares
 from pipesim.analysis.idle_gaps import Cause
+from pipesim.analysis.prediction_interval import steps_like
 from pipesim.calibration.fit_gpu import Calibration, steps_text
 from pipesim.cli.arguments import argument_settings, plan_settings
 from pipesim.costs.cost_fields import Workload
@@ -48,11 +49,13 @@ GIB, _MS = 2.0**30, 1e-3
 
 
 def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict[str, list[str]]:
-    """Return limits, fits, tokens a second, MFU and gaps as text, where a table has them.
+    """Return intervals, limits, fits, tokens, MFU and gaps as text, where a table has them.
 
     ``own`` names columns of the table that are settings, and so are shown already.
     """
     forms: dict[str, tuple[str, Callable[[pd.Series[Any]], list[str]]]] = {
+        "low": ("80 % from (ms)", lambda column: format_numbers(column, _MS)),
+        "high": ("to (ms)", lambda column: format_numbers(column, _MS)),
         "memory_limit": ("limit (GiB)", lambda column: format_numbers(column, GIB)),
         "fits": ("fits", lambda column: [{True: "yes", False: "no"}.get(x, "-") for x in column]),
         "tokens_per_second": ("tokens/s", format_numbers),
@@ -218,7 +221,7 @@ def simulate(args: argparse.Namespace) -> None:
     devices = device_table(timeline)
     print(
         f"{graph_line(timeline)}\n\n"
-        f"makespan     {format_numbers([timeline.makespan], _MS)[0]} ms\n"
+        f"makespan     {format_numbers([timeline.makespan], _MS)[0]} ms\n{_interval_line(timeline)}"
         f"bubble       {timeline.bubble_fraction:.1%}\n"
         f"throughput   {format_numbers([timeline.throughput])[0]} micro-batches/s\n"
         f"peak memory  {format_numbers([timeline.memory.peak.max()], GIB)[0]} GiB "
@@ -243,6 +246,16 @@ def simulate(args: argparse.Namespace) -> None:
                 heading | cause_columns(causes, lambda seconds: format_numbers(seconds, _MS))
             )
         )
+
+
+def _interval_line(timeline: Timeline) -> str:
+    """Return a line of where measured steps are; empty without a GPU's data sheet."""
+    steps = steps_like(timeline)
+    if steps is None:
+        return ""
+    interval = timeline.interval()
+    low, high = format_numbers([interval.low, interval.high], _MS)
+    return f"measured     {low} to {high} ms: {interval.basis}\n"
 
 
 def _host_line(timeline: Timeline) -> str:

@@ -152,6 +152,7 @@ class Evaluation(NamedTuple):
       front of time and memory. ``reason`` has the reason of the status in words; empty if
       simulated.
     - ``noisy_step`` is a percentile of the seconds of noisy steps; NaN without noise.
+    - ``low`` and ``high`` are the ends of `Timeline.interval` (s); NaN if they are not known.
     """
 
     choice: PlanChoice
@@ -162,6 +163,8 @@ class Evaluation(NamedTuple):
     status: Status
     reason: str = ""
     noisy_step: float = float("nan")
+    low: float = float("nan")
+    high: float = float("nan")
 
 
 def invalid(choice: PlanChoice, reason: str, status: Status = "invalid") -> Evaluation:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack, get_args
 
-from pipesim.analysis.prediction_interval import published_errors
+from pipesim.analysis.prediction_interval import KnownSteps, known_steps
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_type, number
 from pipesim.lowering.parameter_shards import (
     GATHER_PARAMETERS,
@@ -32,7 +32,7 @@ from pipesim.planning.plan_search import (
     with_noise,
     with_refined,
 )
-from pipesim.planning.plans import Plans
+from pipesim.planning.plans import Plan, Plans
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import SearchSpace
 from pipesim.scheduling.placement import LAYOUTS, Layout
@@ -42,6 +42,9 @@ from pipesim.utils.texts import format_bytes
 
 #: How layers are divided among stages.
 PlanSplit = Literal["refined", "balanced", "even"]
+
+#: What ranks configurations.
+RankBy = Literal["step", "high"]
 
 #: Configurations that an error names as the nearest to fit.
 _NEAREST = 3
@@ -77,6 +80,7 @@ def plan(
     noise: Noise | None = None,
     percentile: float = 90,
     n_best: int = 20,
+    rank_by: RankBy = "step",
     n_jobs: int = 1,
     backend: str | None = None,
     progress: bool | None = None,
@@ -157,6 +161,10 @@ def plan(
         Noise of the steps. The ``n_best`` are then ranked by this percentile of noisy steps.
     n_best
         Number of the best configurations to find for certain.
+    rank_by
+        ``"step"`` (the default), or ``"high"``: the ``n_best`` by the high end of
+        `Timeline.interval`. Where published steps of the framework give it, that is the order of
+        steps. A band is the step of a framework that hides nothing, which may have another order.
     n_jobs, backend
         Processes, and backend of joblib, as in `sweep`; by default this process alone.
     progress
@@ -211,6 +219,16 @@ def plan(
     if share is None or not 0 < share <= 100:
         raise ArgumentError(f"percentile must be above 0 and at most 100, got {percentile!r:.60}")
     check_count("n_best", n_best)
+    check_name("rank_by", rank_by, get_args(RankBy))
+    if rank_by == "high" and noise is not None:
+        raise ArgumentError(
+            'rank_by="high" and noise= each rank the best configurations; give one of them'
+        )
+    if rank_by == "high" and _known_steps(problem) is None:
+        raise ArgumentError(
+            'rank_by="high" needs the interval of a step, which is known for a pipesim.Transformer '
+            "on GPUs of one kind"
+        )
     if noise is not None:
         advice = "give such as pipesim.Noise(task=pipesim.simulation.LogNormal(0.02))"
         check_type("noise", noise, Noise, advice)
@@ -227,11 +245,12 @@ def plan(
         raise ArgumentError(_infeasible(problem, search.evaluations))
     if noise is not None:
         ranked = with_noise(search, ranked, noise, share, progress)
+    ranked = _with_intervals(problem, ranked, n_best if rank_by == "high" else 0)
     is_noisy = any(not math.isnan(x.noisy_step) for x in ranked)
     others = [x for x in search.evaluations if x.status != "simulated"]
     return Plans(
         problem, (*ranked, *others), time.perf_counter() - began, search.complete,
-        share if is_noisy else None, _notes(problem),
+        share if is_noisy else None, _notes(problem, n_best if rank_by == "high" else 0),
     )  # fmt: skip
 
 
@@ -252,12 +271,41 @@ def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
     )
 
 
-def _notes(problem: PlanProblem) -> tuple[str, ...]:
-    """Return assumptions and errors to show beside the results."""
+def _with_intervals(
+    problem: PlanProblem, ranked: list[Evaluation], n_bands: int
+) -> list[Evaluation]:
+    """Return ranked configurations with their intervals, the first ``n_bands`` ranked by ends.
+
+    These have a band if published steps give no interval.
+    """
+    steps = _known_steps(problem)
+    if steps is None:
+        return ranked
+    rows = []
+    for place, row in enumerate(ranked):
+        low, high = steps.ends(row.step)
+        if place < n_bands and not steps.quotients:
+            low, high, _, _ = Plan(problem, row).timeline.interval()
+        rows.append(row._replace(low=low, high=high))
+    return sorted(rows[:n_bands], key=lambda row: row.high) + rows[n_bands:]
+
+
+def _known_steps(problem: PlanProblem) -> KnownSteps | None:
+    """Return published steps like those of a problem; None for measured layers and mixed GPUs."""
+    if isinstance(problem.model, Layers) or problem.cluster.is_mixed:
+        return None
+    parallel = problem.parallel
+    return known_steps(parallel.framework, problem.cluster.gpu, parallel.precision)
+
+
+def _notes(problem: PlanProblem, n_bands: int) -> tuple[str, ...]:
+    """Return assumptions, errors and the order of the first ``n_bands``, to show with results."""
     if isinstance(problem.model, Layers):
         return ()
-    if not problem.cluster.is_mixed:
-        return (published_errors(problem.parallel.framework, problem.cluster.gpus[0]),)
+    steps = _known_steps(problem)
+    if steps is not None:
+        order = f"The first {n_bands} are in the order of the high ends of their intervals."
+        return (str(steps), *[order] * (n_bands > 0))
     return (
         "GPUs differ: each stage takes the seconds of the slowest GPU that holds it in any "
         "replica, the one with the longest F and B of a layer.",

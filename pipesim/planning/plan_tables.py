@@ -42,6 +42,7 @@ def ranked_table(problem: PlanProblem, rows: Sequence[Evaluation], *, noisy: boo
     steps = np.array([row.step for row in rows])
     bounds = np.array([row.bound for row in rows])
     columns: dict[str, Any] = {"step": steps}
+    columns |= {end: np.array([getattr(row, end) for row in rows]) for end in ("low", "high")}
     if noisy:
         columns["noisy_step"] = [row.noisy_step for row in rows]
     sequence = getattr(problem.model, "sequence_length", math.nan)  # measured layers have none
@@ -98,6 +99,10 @@ def shown_columns(table: pd.DataFrame, names: Sequence[str]) -> dict[str, list[s
 
     columns = {"rank": [str(rank) for rank in table.index]}
     columns["step"] = list(map(format_time, table["step"]))
+    if table["high"].notna().any():
+        columns["low"], columns["high"] = (
+            list(map(format_time, table[x])) for x in ("low", "high")
+        )
     if "noisy_step" in table:
         columns["noisy step"] = list(map(format_time, table["noisy_step"]))
     return {

@@ -167,8 +167,10 @@ class Plan:
         return text
 
     def __repr__(self) -> str:
-        step, memory = self.evaluation.step, self.evaluation.memory
+        step, memory, high = self.evaluation.step, self.evaluation.memory, self.evaluation.high
         results = "" if math.isnan(step) else f": {format_time(step)} a step"
+        if not math.isnan(high):
+            results += f" ({format_time(self.evaluation.low)} to {format_time(high)})"
         results += "" if math.isnan(memory) else f", {format_bytes(memory)} on the fullest device"
         return f"<Plan {self.choice}{results}>"
 
@@ -230,7 +232,9 @@ class Plans:
 
         Columns:
 
-        - ``step`` (s); with noise also ``noisy_step``, the percentile of noisy steps (s);
+        - ``step`` (s), and ``low`` and ``high``, the ends of its interval of 80 % (s; NaN where
+          `Timeline.interval` has only a band, unless it ranks); with noise also ``noisy_step``, the
+          percentile of noisy steps (s);
         - ``tokens_per_second`` of the whole cluster, ``mfu`` (0..1) of the GPUs in use; NaN if the
           model's tokens or FLOPs are unknown;
         - ``bubble`` (0..1), idle share of all devices;

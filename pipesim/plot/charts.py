@@ -110,7 +110,7 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     Parameters
     ----------
     table
-        Table that `pipesim.compare` returns.
+        Table that `pipesim.compare` returns. Its ``low`` and ``high`` are whiskers of makespans.
     ax
         Axes to draw into. New axes by default.
     column
@@ -130,17 +130,28 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
         )
     ax = axes_or_new(ax, len(table))
     values = table[column].to_numpy(float)
-    drawn = ax.barh(np.arange(len(values)), np.nan_to_num(values), 0.7, color=PALETTE[Op.F])
-    texts = ["n/a" if np.isnan(value) else format_value(value) for value in values.tolist()]
-    ax.bar_label(drawn, texts, padding=3, fontsize=SMALL)
-    ax.set_xlim(0, 1.2 * (np.nanmax(values) if (values > 0).any() else 1.0))
+    rows = np.arange(len(values))
+    ax.barh(rows, np.nan_to_num(values), 0.7, color=PALETTE[Op.F])
+    longest = np.nan_to_num(values)
+    has_ends = column == "makespan" and "high" in table
+    if has_ends:
+        ends = table[["low", "high"]].to_numpy(float, na_value=np.nan).T
+        ax.plot(ends, np.stack([rows, rows]), color=INK, linewidth=0.6, marker="|",
+                gid="bars:interval")  # fmt: skip
+        longest = np.fmax(longest, ends[1])
+    for row, value in enumerate(values.tolist()):
+        ax.annotate(
+            "n/a" if np.isnan(value) else format_value(value), (longest[row], row), (3, 0),
+            textcoords="offset points", va="center", fontsize=SMALL,
+        )  # fmt: skip
+    ax.set_xlim(0, 1.2 * longest.max() if (values > 0).any() else 1.2)
     ax.set_ylim(len(values) - 0.5, -0.5)
     label(ax, "", "")
-    ax.set_yticks(np.arange(len(values)), [str(name) for name in table.index], fontsize=FONT)
+    ax.set_yticks(rows, [str(name) for name in table.index], fontsize=FONT)
     ax.set_xticks([])
     ax.tick_params(axis="y", length=0)
     ax.spines["bottom"].set_visible(False)
-    set_title(ax, title)
+    set_title(ax, title + ", and where 80 % of measured steps are" * has_ends)
     return ax
 
 
@@ -350,13 +361,13 @@ def plan_front(
 
     Colour and marker show the schedule. A line joins the front: configurations of which none is
     better in time or memory and as good in the other; other points are pale. Up to six of the front
-    are labelled. The best, in bold, has a ring.
+    are labelled. The best, in bold, has a ring, and a whisker from ``low`` to ``high``, if known.
 
     Parameters
     ----------
     table
-        Columns ``step`` (s), ``memory`` (bytes) and ``schedule``; a row a configuration, the best
-        first, indexed by rank.
+        Columns ``step`` (s), ``memory`` (bytes) and ``schedule``, perhaps ``low`` and ``high`` (s);
+        a row a configuration, the best first, indexed by rank.
     front
         Ranks of the front, by ascending seconds.
     names
@@ -398,7 +409,14 @@ def plan_front(
     if limit is not None:
         _draw_limit(ax, limit / size, format_bytes(limit))
     label(ax, f"Step ({sign})", f"Memory of the fullest device ({size_sign})")
-    height = add_legend(ax, [*handles.values(), line], [*handles, "front"])
+    handles["front"] = line
+    if "high" in best and best["high"].notna().iloc[0]:
+        ends = best[["low", "high"]].iloc[0].to_numpy(float) * scale
+        (handles["80 % of measured steps of the best"],) = ax.plot(
+            ends, np.full(2, best["y"].iloc[0]), color=INK, linewidth=0.6, marker="|", zorder=4,
+            gid="plan:interval",
+        )  # fmt: skip
+    height = add_legend(ax, list(handles.values()), list(handles))
     _label_front(ax, best, names)
     if title:
         set_title(ax, title, height=height)

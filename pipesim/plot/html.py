@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.compare import Comparison, known_results
+from pipesim.analysis.prediction_interval import ends_text
 from pipesim.errors import PipeError, check_type
 from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
@@ -162,7 +163,7 @@ def timeline_html(timeline: Timeline) -> str:
     """
     check_type("timeline", timeline, Timeline)
     line = (
-        f"{timeline.name}: makespan {format_time(timeline.makespan)}, bubble "
+        f"{timeline.name}: makespan {format_time(timeline.makespan)}{ends_text(timeline)}, bubble "
         f"{timeline.bubble_fraction:.1%}, {timeline.throughput:.4g} micro-batches/s"
     )
     if timeline.costs is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.compare import Comparison
+from pipesim.analysis.prediction_interval import ends_text
 from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -448,5 +449,6 @@ def _draw_heading(ax: Axes, comparison: Comparison, title: str, height: float) -
         set_title(ax, title, "nothing ran", height)
         return
     error = f"error {format_error(comparison.makespan_error)}"
-    makespans = f"predicted {format_time(predicted)}, measured {format_time(measured)}, {error}"
+    forecast = f"predicted {format_time(predicted)}{ends_text(comparison.predicted)}"
+    makespans = f"{forecast}, measured {format_time(measured)}, {error}"
     set_title(ax, title, makespans if titles_fit(ax, title, makespans) else error, height)

@@ -47,6 +47,8 @@ def compare(
 
         Further columns, each only if it is known for one of the timelines:
 
+        - ``low``, ``high``: ends of the interval of 80 % (s), see `Timeline.interval`; missing
+          where it has only a band;
         - ``memory_limit``: bytes that a device may hold; if devices differ, those of the device
           with the least room;
         - ``fits``: whether each device stays within its limit, the allocator's reserve included,

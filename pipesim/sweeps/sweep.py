@@ -380,8 +380,8 @@ def sweep(
         - their keys; `Costs`, networks and values of each stage are JSON;
         - ``n_tasks``, ``makespan`` (s), ``bubble_fraction`` (0..1), ``throughput`` (micro-batches
           a second), ``peak_memory`` (bytes of the fullest device);
-        - ``memory_limit``, ``fits``, ``tokens_per_second`` and ``mfu`` as in `compare`, each if a
-          row has it;
+        - ``low``, ``high``, ``memory_limit``, ``fits``, ``tokens_per_second`` and ``mfu`` as in
+          `compare`, each if a row has it;
         - ``seconds`` to compute the row;
         - ``error``: the problem of a row, whose results are then missing; else missing. If a row
           kills its worker, its ``error`` says so, and the other rows still run.

@@ -78,3 +78,68 @@ def test_measured_costs_have_errors_of_their_own() -> None:
         ps.simulate(GRAPH, ps.Costs(1, 2)).interval()
     with pytest.raises(ArgumentError, match="share"):
         step().interval(1.5)
+
+
+@pytest.mark.usefixtures("hundred_steps")
+def test_steps_in_fp8_have_a_band() -> None:
+    """Published quotients are of steps in 16 bits."""
+    costs = MODEL.costs([2, 2], gpu="h100_sxm", microbatch_size=1, precision="fp8",
+                        network=ps.Network(bandwidth=1e11))  # fmt: skip
+    assert "too few published steps in fp8" in ps.simulate(GRAPH, costs).interval().basis
+
+
+@pytest.mark.usefixtures("hundred_steps")
+def test_tables_have_the_ends() -> None:
+    """A row without a data sheet lacks them."""
+    timelines = {"sheet": step(), "given": ps.simulate(GRAPH, ps.Costs(1, 2, activation_bytes=1))}
+    table = ps.compare(timelines)
+    low, high = timelines["sheet"].interval()[:2]
+    assert table.loc["sheet", ["low", "high"]].tolist() == [low, high]
+    assert table.loc["given", ["low", "high"]].isna().all()
+    assert "low" not in ps.compare({"given": timelines["given"]})
+    whiskers = [x.get_xdata() for x in ps.plot.bars(table).lines]
+    assert whiskers[0].tolist() == [low, high]
+
+
+SMALL = {"global_batch": 8, "schedules": ["1f1b", "interleaved_1f1b"], "microbatch_size": 1}
+
+
+@pytest.mark.usefixtures("hundred_steps")
+def test_a_plan_has_the_ends() -> None:
+    """Their quotients to the steps are the same for all configurations."""
+    cluster = ps.Cluster("dgx_a100", n_gpus=8)
+    plans = ps.plan(MODEL, cluster, framework="llm_foundry_2023", progress=False, **SMALL)
+    steps = plans.table["step"].to_numpy()
+    assert plans.table["low"].to_numpy() == pytest.approx(1.109 * steps)
+    assert plans.table["high"].to_numpy() == pytest.approx(1.901 * steps)
+    low, high = plans.best.timeline.interval()[:2]
+    assert (low, high) == pytest.approx(tuple(plans.table.loc[0, ["low", "high"]]))
+    (line,) = [x for x in plans.plot().lines if x.get_gid() == "plan:interval"]
+    assert line.get_xdata()[1] / line.get_xdata()[0] == pytest.approx(1.901 / 1.109)
+
+
+def test_a_plan_ranks_by_bands_on_request() -> None:
+    """Where no interval is known, the best few are in the order of their worst cases."""
+    cluster = ps.Cluster("dgx_b200", n_gpus=8)
+    plain = ps.plan(MODEL, cluster, progress=False, n_best=4, **SMALL)
+    assert plain.table["high"].isna().all()
+    plans = ps.plan(MODEL, cluster, progress=False, n_best=4, rank_by="high", **SMALL)
+    highs = plans.table["high"].tolist()[:4]
+    assert highs == sorted(highs) == pytest.approx([plan.timeline.interval().high
+                                                    for plan in list(plans)[:4]])  # fmt: skip
+    assert sorted(plans.table["step"][:4]) == plain.table["step"].tolist()[:4]
+    assert "order of the high ends" in plans.summary()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rank_by": "worst"}, {"rank_by": "high", "noise": ps.Noise(seed=0)}]
+)
+def test_a_plan_refuses_other_ranks(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="rank_by"):
+        ps.plan(MODEL, ps.Cluster("dgx_b200", n_gpus=8), global_batch=8, **wrong)
+
+
+def test_measured_layers_have_no_interval_to_rank_by() -> None:
+    layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
+    with pytest.raises(ArgumentError, match=r"rank_by=\"high\" needs the interval"):
+        ps.plan(layers, ps.Cluster("dgx_h100", n_gpus=2), global_batch=4, rank_by="high")

@@ -436,7 +436,9 @@ def test_exchanges_behind_compute() -> None:
     slow = ps.plan(DENSE, CLUSTER, **QUICK, **alone, **HIDDEN)
     assert all(row.bound <= row.step for row in slow.ranked), "reductions begin before the end"
     framework = ps.Framework(n_buckets=4, **HIDDEN)
-    assert ps.plan(DENSE, CLUSTER, **QUICK, **alone, framework=framework).ranked == slow.ranked
+    named = ps.plan(DENSE, CLUSTER, **QUICK, **alone, framework=framework)
+    ends = ["low", "high"]  # no published steps are of such a framework
+    assert named.table.drop(columns=ends).equals(slow.table.drop(columns=ends))
     with pytest.raises(ArgumentError, match="unknown gather_parameters 'later'"):
         ps.plan(DENSE, FAST, **QUICK, gather_parameters="later")  # type: ignore[arg-type]
 
