@@ -10,10 +10,17 @@ MPT                llm-foundry of 2023 (FSDP): H100, A100 of 80 GB, A100 of 40 G
 Megatron README    Megatron-Core of 2024, H100; micro-batch and chunks are not published, and taken
                    to be the fastest of `_MICROBATCHES` and of all that divide the layers
 NeMo               NeMo of 2025, H100 (dgxc-benchmarking)
+Bridge             Megatron-Bridge of 2025, FP8 and MXFP8: H100, B200, GB200, GB300
+Experts            the same, models with experts, BF16 and MXFP8; and rows of 2026 in BF16
 =================  ==============================================================================
 
-Sources are in ``tests/published/published_runs_subset.json`` and ``dgxc_h100_subset.json``. No term
-was fitted to these rows, but terms were chosen with them at hand.
+Sources are in ``tests/published``: ``published_runs_subset.json``, ``dgxc_h100_subset.json`` and
+``megatron_bridge_25_subset.json``. No term was fitted to these rows, but terms were chosen with
+them at hand. Settings of Bridge are in its ``scripts/performance/configs`` (tag v0.2.0) and
+``perf_recipes``: gradients are summed in 16 bits (``grad_reduce_in_fp32``), the loss is Transformer
+Engine's, and experts get tokens at random (``moe_router_force_load_balancing``). Modules that they
+recompute are element-wise, or the map from latent vectors, and are left out. Its racks have jobs of
+64 of their 72 GPUs.
 """
 
 from __future__ import annotations
@@ -42,6 +49,7 @@ class _Source(NamedTuple):
 
 _ALEPH = ps.Framework.preset("aleph_scaling_2023")
 _FOUNDRY = ps.Framework.preset("llm_foundry_2023")
+_NEMO = ps.Framework.preset("nemo_2025")
 _SOURCES = {
     "aleph-rms": _Source("Aleph", _ALEPH),
     "aleph-unfused-norm": _Source(
@@ -55,10 +63,16 @@ _SOURCES = {
     "foundry-a100_80gb": _Source("MPT, A100 80 GB", _FOUNDRY),
     "foundry-a100_40gb": _Source("MPT, A100 40 GB", _FOUNDRY),
     "megatron-readme": _Source("Megatron README", ps.Framework.preset("megatron_core_2024")),
-    "dgxc": _Source("NeMo", ps.Framework.preset("nemo_2025")),
+    "dgxc": _Source("NeMo", _NEMO),
+    **{
+        f"{kind}, {gpu}": _Source(f"{kind}, {gpu.partition('_')[0].upper()}", _NEMO)
+        for kind in ("Bridge", "Experts")
+        for gpu in ("h100_sxm", "b200", "gb200", "gb300")
+    },
 }
 _OF_MEGATRON = ("vTrain, one node", "vTrain, 512 GPUs", "Selene")
-_MACHINES = {"a100": "dgx_a100", "h100": "dgx_h100"}
+_MACHINES = {"a100": "dgx_a100", "h100": "dgx_h100", "b200": "dgx_b200", "gb200": "gb200_nvl72",
+             "gb300": "gb300_nvl72"}  # fmt: skip
 #: Sizes of micro-batches that are tried where none is published.
 _MICROBATCHES = (1, 2, 4)
 
@@ -80,6 +94,16 @@ def published_runs() -> list[PublishedSteps]:
         for run, seconds in zip(table["inputs"]["rows"], table["expected"], strict=True):
             if run.get("precision", "bf16") == "bf16":
                 runs[run.get("set", "dgxc")].append((run, seconds))
+    for run, seconds in runs["moe"]:
+        if run["label"].startswith("GPT OSS"):  # others are of AutoModel, or in the next table
+            own = {"model": run["label"], "preset": "gpt_oss_120b", "sequence_length": 4096}
+            bridge = {**run, **own, "precision": "bf16", "fused_loss": True}
+            runs[f"Experts, {run['gpu']}"].append((bridge, seconds))
+    table = json.loads((PUBLISHED / "megatron_bridge_25_subset.json").read_text())
+    for run, speed in zip(table["inputs"]["rows"], table["expected"], strict=True):
+        kind = "Experts" if "ep" in run else "Bridge"
+        seconds = run["gbs"] * run["sequence_length"] / (speed * run["n_gpus"])
+        runs[f"{kind}, {run['gpu']}"].append(({**run, "fused_loss": True}, seconds))
     return early + [_steps(source, runs[name]) for name, source in _SOURCES.items()]
 
 
@@ -147,6 +171,9 @@ def _row(run: Mapping[str, Any]) -> dict[str, Any]:
         "sequence_parallel": run.get("sp", is_nemo),
         "recompute": run.get("recompute", "none"),
         "flash_attention": run.get("flash", is_nemo),
+        "fused_loss": run.get("fused_loss", False),
+        "precision": run.get("precision", "bf16"),
+        "expert_parallel": run.get("ep", 1),
         "n_devices": depth,
         "n_replicas": run["n_gpus"] // (tensor * context * depth),
         **dict(_order(run)),
@@ -164,7 +191,7 @@ def _order(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if chunks > 1:
         yield from (("schedule", "interleaved_1f1b"), ("n_chunks", chunks))
     if run["pp"] > 1:
-        yield "layers_per_stage", run.get("layers", "balanced")
+        yield "layers_per_stage", run.get("layers", run.get("layout", "balanced"))
 
 
 def _network(run: Mapping[str, Any], nic_efficiency: float) -> ps.Network:
@@ -172,6 +199,8 @@ def _network(run: Mapping[str, Any], nic_efficiency: float) -> ps.Network:
     network = ps.Network.preset(_MACHINES[run["gpu"].partition("_")[0]], EFFICIENCY)
     assert network.nodes is not None
     changes: dict[str, Any] = {}
+    if network.nodes.gpus_per_node > 64:
+        changes = {"devices_per_node": 64, "n_nics": 64}
     if "nic" in run:
         changes["nic_bandwidth"] = nic_efficiency * run["nic"]
     if "nics" in run:
