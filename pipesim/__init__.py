@@ -34,12 +34,12 @@ from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
 from pipesim.costs.layer_split import balanced_split
+from pipesim.framework.framework import Framework, frameworks
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
 from pipesim.models.data_sheets import gpus
-from pipesim.models.framework import Framework, frameworks
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import Parallel

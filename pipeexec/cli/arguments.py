@@ -18,6 +18,7 @@ from pipesim.utils.command_line import (
     add_completion,
     add_options,
     add_version,
+    descriptions,
 )
 from pipesim.utils.texts import parse_float, parse_int
 
@@ -198,10 +199,12 @@ def _add_workload(
         "V-shaped schedule (default: 2, or as --balance or a file has)", type=integer)  # fmt: skip
     text = "layers of each stage, such as 4,6 (default: even work)"
     add(group, "--balance", text, type=_counts, metavar="N,N,...")
-    flags = {"n_replicas": "--replicas"}
+    flags, usual = {"n_replicas": "--replicas"}, {"n_buckets": 4, "grad_sync": "last"}
+    helps = {name: f"{descriptions(lower)[name]} (default: {x})" for name, x in usual.items()}
     add_options(group, lower, ["n_replicas", "n_buckets"], flags=flags, parse=integer,
-                with_defaults=True)  # fmt: skip
-    add_options(group, lower, ["grad_sync"], parse=words, with_defaults=True)
+                helps=helps, with_defaults=True)  # fmt: skip
+    add_options(group, lower, ["grad_sync"], parse=words, helps=helps, with_defaults=True)
+    group.set_defaults(**usual)
     text = (
         "transfers on the compute stream; over processes only for orders that survive rendezvous, "
         "such as GPipe's"

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipesim.errors import TimelineError
+from pipesim.framework.framework import BEST_CASE, Framework, as_framework
 from pipesim.models.data_sheets import DATA_SHEETS
-from pipesim.models.framework import BEST_CASE, Framework, as_framework
 from pipesim.models.gpu import GPU
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.timeline import Timeline

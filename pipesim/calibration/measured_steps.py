@@ -32,7 +32,6 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.lowering.recomputes import RECOMPUTE as TASK_RECOMPUTE
-from pipesim.models.framework import as_framework
 from pipesim.models.gpu import GPU
 from pipesim.models.parallel import RECOMPUTE
 from pipesim.models.placed_split import is_word
@@ -318,7 +317,8 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
     }
     layers = settings.pop("layers_per_stage", None)
     settings["n_microbatches"] = _n_microbatches(settings, options)
-    settings = {**_exchanges(options, settings), **settings}
+    if "framework" in options:
+        settings["framework"] = options["framework"]
     key = _run_text(settings)
     if key not in graphs:
         lowering = {name: settings[name] for name in LOWERING.values() if name in settings}
@@ -336,16 +336,6 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
         assert source is not None  # `lower` made the graph
         options = {**options, "placement": source.schedule.placement}
     return StepPrediction(step.where, graphs[key], model, layers, options, key)
-
-
-def _exchanges(options: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return when replicas exchange gradients and parameters, as the framework of a row says."""
-    if settings.get("n_replicas", 1) == 1:
-        return {}
-    shares = settings.get("shard_parameters", "none") != "none"
-    sharded = settings.get("shard_optimizer", False)
-    framework = as_framework(options.get("framework"))
-    return framework.lowering(shard_optimizer=sharded, shard_parameters=shares)
 
 
 def _run_text(settings: Mapping[str, Any]) -> str:

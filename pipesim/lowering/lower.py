@@ -7,9 +7,16 @@ equal replicas alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 from pipesim.errors import ArgumentError
+from pipesim.framework.framework import (
+    BEST_CASE,
+    Buckets,
+    Framework,
+    GatherParameters,
+    as_framework,
+)
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import (
     GradSyncArgument,
@@ -44,6 +51,7 @@ from pipesim.lowering.exchanges import (
     ordered_exchanges,
 )
 from pipesim.lowering.expert_segments import checked_experts
+from pipesim.lowering.framework_options import framework_options
 from pipesim.lowering.issue_order import (
     IssueOrder,
     in_issue_order,
@@ -53,7 +61,6 @@ from pipesim.lowering.issue_order import (
 )
 from pipesim.lowering.offloads import Offloads, checked_offloads, with_offloads
 from pipesim.lowering.parameter_shards import (
-    GatherParameters,
     ParameterShards,
     ShardParameters,
     checked_parameter_shards,
@@ -69,7 +76,7 @@ from pipesim.lowering.recomputes import (
 from pipesim.scheduling.memory_checks import check_tasks
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule, forward_actions
-from pipesim.utils.checks import Count, Range, Whole, checked
+from pipesim.utils.checks import Count, Whole, checked
 
 Streams = Literal["per_peer", "single", "per_microbatch"]
 
@@ -143,10 +150,10 @@ def lower(
     step: Literal["flush", "none"] = "flush",
     n_replicas: Count = 1,
     layout: Layout = "replica_major",
-    grad_sync: GradSyncArgument = "last",
-    n_buckets: Annotated[int, Range(1, 1000)] = 4,
+    grad_sync: GradSyncArgument | None = None,
+    n_buckets: Buckets | None = None,
     shard_optimizer: bool = False,
-    gather_parameters: GatherParameters = "after_step",
+    gather_parameters: GatherParameters | None = None,
     sharded: Iterable[int] | int = (),
     exchange_work: ExchangeWork = "collective",
     prefetch_keys: bool = False,
@@ -163,6 +170,7 @@ def lower(
     shard_parameters: ShardParameters = "none",
     expert_layers: Iterable[float] | float = (),
     expert_replicas: Count | None = None,
+    framework: Framework | Mapping[str, Any] | str | None = None,
 ) -> TaskGraph:
     """Lower a schedule to the tasks that the simulator and the executor run.
 
@@ -357,6 +365,11 @@ def lower(
         Number of replicas that together have all experts, and exchange tokens; such as
         ``Costs.expert_replicas``. It divides ``n_replicas``: replicas from 0 on are the first such
         group. None: all replicas.
+    framework
+        What the training framework does, as a `pipesim.Framework`, the name of a preset, or a
+        mapping of its attributes. It gives ``grad_sync``, ``n_buckets`` and ``gather_parameters``,
+        where they are None (the default), as far as they suit the other options. None (the
+        default) for ``"last"``, 4 and ``"after_step"``. Give it to `pipesim.Transformer.costs` too.
 
     Returns
     -------
@@ -396,9 +409,16 @@ def lower(
     pairs = checked_skips(skips, n_stages)
     exchanges = checked_exchanges(schedule, sharded, exchange_work, prefetch_keys, sparse_grad_sync)
     shards = exchanges.sharded
+    arguments["framework"] = framework = as_framework(framework)
+    own = framework_options(
+        framework, schedule.placement, n_replicas=n_replicas, shard_optimizer=shard_optimizer,
+        shard_parameters=shard_parameters,
+    )  # fmt: skip
+    n_buckets = own.n_buckets if n_buckets is None else n_buckets
+    gathers = own.gather_parameters if gather_parameters is None else gather_parameters
     collectives = checked_collectives(
-        schedule, grad_sync, n_buckets, exchanges, n_replicas, shard_optimizer, gather_parameters,
-        step,
+        schedule, own.grad_sync if grad_sync is None else grad_sync, n_buckets, exchanges,
+        n_replicas, shard_optimizer, gathers, step,
     )  # fmt: skip
     experts, n_sharing = checked_experts(
         expert_layers, n_stages, shards, expert_replicas, n_replicas
@@ -407,13 +427,14 @@ def lower(
     groups = of_devices.tied
     offloads = checked_offloads(offload, prefetch, schedule, shards)
     parameters = checked_parameter_shards(
-        schedule, shard_parameters, gather_parameters, prefetch, shards, n_replicas=n_replicas,
+        schedule, shard_parameters, gathers, prefetch, shards, n_replicas=n_replicas,
         tied=groups, shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync,
     )  # fmt: skip
     # Iterables were checked, and may be used up.
     arguments |= {"hosts": host.tolist(), "skips": pairs, "sharded": shards, "tied": groups}
-    arguments |= {"grad_sync": collectives.grad_sync, "offload": offloads.text}
-    arguments["expert_layers"] = experts
+    arguments |= {"offload": offloads.text, "expert_layers": experts}
+    if grad_sync is not None:
+        arguments["grad_sync"] = collectives.grad_sync
     source = LoweredSchedule(schedule, arguments)
     if forward_only:
         schedule, collectives = forward_actions(schedule), forward_collectives(collectives)
@@ -473,9 +494,7 @@ def lower_replica(
     *,
     replicated: bool,
     shard_optimizer: bool,
-    grad_sync: GradSyncArgument = "last",
-    n_buckets: int = 4,
-    gather_parameters: GatherParameters = "after_step",
+    framework: Framework = BEST_CASE,
 ) -> TaskGraph:
     """Lower one of several equal replicas alone, with its part in their collectives.
 
@@ -485,12 +504,17 @@ def lower_replica(
     """
     verify_listing(schedule)
     check_tasks(len(schedule.op))
+    n_replicas = 2 if replicated else 1
+    own = framework_options(
+        framework, schedule.placement, n_replicas=n_replicas, shard_optimizer=shard_optimizer,
+        shard_parameters="none",
+    )  # fmt: skip
     collectives = checked_collectives(
-        schedule, grad_sync, n_buckets, Exchanges(), 2 if replicated else 1, shard_optimizer,
-        gather_parameters, "flush",
+        schedule, own.grad_sync, own.n_buckets, Exchanges(), n_replicas, shard_optimizer,
+        own.gather_parameters, "flush",
     )  # fmt: skip
     parameters = checked_parameter_shards(
-        schedule, "none", gather_parameters, 1, (), n_replicas=2 if replicated else 1,
+        schedule, "none", own.gather_parameters, 1, (), n_replicas=n_replicas,
         shard_optimizer=shard_optimizer,
     )  # fmt: skip
     options = LoweringOptions(

@@ -21,12 +21,13 @@ changed (``gather_parameters="before_forward"``), once a stage and without prefe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.framework.framework import GatherParameters
 from pipesim.graph.tasks import Kinds, ListedTasks, StreamKind
 from pipesim.lowering.issue_order import Issued
 from pipesim.ops import PASSES, Op
@@ -36,9 +37,7 @@ from pipesim.utils.jit import kernel
 from pipesim.utils.texts import parse_int
 
 ShardParameters: TypeAlias = Literal["none", "every", "step"] | int
-GatherParameters: TypeAlias = Literal["after_step", "before_forward"]
 SHARD_PARAMETERS = ("none", "every", "step")
-GATHER_PARAMETERS: tuple[GatherParameters, ...] = get_args(GatherParameters)
 _FORWARD, _BACKWARD = range(len(PASSES))
 
 

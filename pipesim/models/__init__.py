@@ -2,7 +2,6 @@
 
 from pipesim.costs.costs import Costs
 from pipesim.models.data_sheets import gpus
-from pipesim.models.framework import Framework, frameworks
 from pipesim.models.gpu import GPU, Kernel
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import Parallel
@@ -14,14 +13,12 @@ from pipesim.utils.accessors import add_constructors
 
 __all__ = [
     "GPU",
-    "Framework",
     "Kernel",
     "Layers",
     "Parallel",
     "Routing",
     "Shard",
     "Transformer",
-    "frameworks",
     "gpus",
     "transformers",
 ]

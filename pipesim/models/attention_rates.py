@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
-
-AttentionKernel = Literal["", "fa1", "fa2", "fa3", "triton", "cudnn"]
+from typing import NamedTuple
 
 #: Sequences of the columns below.
 _SEQUENCES = (512, 1024, 2048, 4096, 8192, 16384)

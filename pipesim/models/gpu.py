@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type, number
-from pipesim.models.attention_rates import AttentionKernel, attention_flops, slower
+from pipesim.framework.framework import AttentionKernel
+from pipesim.models.attention_rates import attention_flops, slower
 from pipesim.models.data_sheets import DATA_SHEETS
 from pipesim.models.model_sizes import check_size, checked_value
 from pipesim.models.precision import FORMATS, Precision

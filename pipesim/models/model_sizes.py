@@ -22,7 +22,7 @@ from math import inf
 from typing import TYPE_CHECKING, Annotated
 
 from pipesim.errors import ArgumentError, check_count, number, value_text
-from pipesim.utils.checks import Range
+from pipesim.utils.checks import LARGEST_AMOUNT, Range
 
 if TYPE_CHECKING:
     from pipesim.models.transformer import Transformer
@@ -144,12 +144,11 @@ def check_latent_attention(model: Transformer) -> None:
         )
 
 
-#: Sizes, and bytes or FLOP/s, up to which no product in a formula overflows.
-_LARGEST, _LARGEST_VALUE = 10**15, 1e100
-#: A size of at least 1; one that may be 0; and bytes.
+#: Sizes up to which no product in a formula overflows.
+_LARGEST = 10**15
+#: A size of at least 1; and one that may be 0.
 Size = Annotated[int, Range(1, _LARGEST)]
 OptionalSize = Annotated[int, Range(0, _LARGEST)]
-Amount = Annotated[float, Range(0, _LARGEST_VALUE)]
 
 
 def check_size(name: str, value: object, minimum: int = 1) -> int:
@@ -174,8 +173,8 @@ def checked_value(name: str, value: object, unit: str, *, above_zero: bool = Fal
     if result is None or not 0 <= result < inf or (result == 0 and above_zero):
         least = "> 0" if above_zero else ">= 0"
         raise ArgumentError(f"{name} must be finite {unit} {least}, got {value_text(value)}")
-    if result > _LARGEST_VALUE:
+    if result > LARGEST_AMOUNT:
         raise ArgumentError(
-            f"{name} must be at most {_LARGEST_VALUE:g} {unit}, got {value_text(value)}"
+            f"{name} must be at most {LARGEST_AMOUNT:g} {unit}, got {value_text(value)}"
         )
     return result

@@ -12,11 +12,11 @@ from inspect import Parameter, signature
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from pipesim.errors import ArgumentError, check_name
-from pipesim.models.framework import BEST_CASE, Framework, as_framework
-from pipesim.models.model_sizes import Amount, OptionalSize, Size
+from pipesim.framework.framework import BEST_CASE, Framework, as_framework
+from pipesim.models.model_sizes import OptionalSize, Size
 from pipesim.models.precision import Precision
 from pipesim.models.routing import UNIFORM, Routing, as_routing
-from pipesim.utils.checks import checked
+from pipesim.utils.checks import Amount, checked
 
 LayerRecompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[str, ...] = get_args(LayerRecompute)

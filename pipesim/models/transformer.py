@@ -26,7 +26,6 @@ from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.costs.rows import PerStage
 from pipesim.errors import check_count, check_name
 from pipesim.models.model_sizes import (
-    Amount,
     OptionalSize,
     Size,
     active_matrices,
@@ -49,7 +48,7 @@ from pipesim.models.parallel import (
 )
 from pipesim.models.published_models import published_sizes
 from pipesim.network.network import Network
-from pipesim.utils.checks import checked
+from pipesim.utils.checks import Amount, checked
 from pipesim.utils.texts import Bytes
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from pipesim.errors import ArgumentError
+from pipesim.framework.framework import BEST_CASE, Framework, GatherParameters
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.lower import lower
-from pipesim.lowering.parameter_shards import GatherParameters
-from pipesim.models.framework import BEST_CASE, Framework
 from pipesim.planning.choice import PlanChoice, layers_text, schedule_options
 from pipesim.scheduling.placement import Layout, Placement
 from pipesim.scheduling.registry import schedule as named_schedule
@@ -113,6 +112,7 @@ class TrainerSettings:
             "gather_parameters": self.gather_parameters,
             "shard_parameters": choice.shard_parameters,
             "offload": choice.offload,
+            "framework": self.framework,
         }
 
     @property

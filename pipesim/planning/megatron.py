@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from pipesim.costs.layer_split import read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
+from pipesim.framework.framework import BEST_CASE, Framework, FusedSums, GatherParameters
 from pipesim.graph.options import GradSyncs
-from pipesim.lowering.parameter_shards import GatherParameters, ShardParameters
-from pipesim.models.framework import BEST_CASE, Framework, FusedSums
+from pipesim.lowering.framework_options import FrameworkOptions
+from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.planning.choice import PlanChoice
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout
@@ -46,12 +47,11 @@ OFFLOADED = (
 
 
 def megatron_flags(
-    choice: PlanChoice, global_batch: int, layout: Layout, exchange: Mapping[str, object], *,
+    choice: PlanChoice, global_batch: int, layout: Layout, exchange: FrameworkOptions, *,
     has_experts: bool = False, framework: Framework = BEST_CASE,
 ) -> str:  # fmt: skip
     """Return the flags of a configuration; see `Plan.to_megatron`.
 
-    ``exchange``: when replicas reduce gradients and gather parameters; options of `pipesim.lower`.
     Of the framework, collectives behind products have a flag.
     """
     _check(choice)
@@ -75,8 +75,8 @@ def megatron_flags(
     flags += ["--tp-comm-overlap"] * (splits and framework.tensor_overlap == "userbuffers")
     flags += _RECOMPUTE[choice.recompute]
     flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
-    gathers = choice.optimizer_shares > 1 and exchange.get("gather_parameters") == "before_forward"
-    reduces = choice.data_parallel > 1 and exchange.get("grad_sync") == "bucketed"
+    gathers = exchange.gather_parameters == "before_forward"
+    reduces = exchange.grad_sync == "bucketed"
     flags += ["--overlap-grad-reduce"] * (reduces or gathers)  # which the gather needs
     flags += ["--overlap-param-gather"] * gathers
     flags += _FSDP * choice.shards_parameters

@@ -10,12 +10,8 @@ from typing import Any, Literal, Unpack, get_args
 
 from pipesim.analysis.prediction_interval import KnownSteps, known_steps
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_type, number
-from pipesim.lowering.parameter_shards import (
-    GATHER_PARAMETERS,
-    GatherParameters,
-    ShardParameters,
-)
-from pipesim.models.framework import GradSync
+from pipesim.framework.framework import GatherParameters, GradSync
+from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import FixedSettings, Parallel, as_parallel, takes_settings
 from pipesim.models.transformer import Transformer
@@ -203,7 +199,7 @@ def plan(
     if grad_sync is not None:
         check_name("grad_sync", grad_sync, get_args(GradSync))
     if gather_parameters is not None:
-        check_name("gather_parameters", gather_parameters, GATHER_PARAMETERS)
+        check_name("gather_parameters", gather_parameters, get_args(GatherParameters))
     problem = replace(problem, grad_sync=grad_sync, gather_parameters=gather_parameters)
     space = SearchSpace.checked(
         tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel,

@@ -232,7 +232,7 @@ class Evaluator:
             self._schedule(choice),
             replicated=replicated,
             shard_optimizer=shards,
-            **self.problem.exchange(choice),
+            framework=self.problem.framework,
         )
 
     @kept(*_ORDER, most=_MOST_GRAPHS)
@@ -287,9 +287,9 @@ class Priced:
         over = partial(self.evaluator.reductions, choice, algorithm)
         of_experts = None if costs.expert_replicas == 1 else over(costs.expert_replicas)
         exchange = self.evaluator.problem.exchange(choice)
-        is_early = exchange.get("gather_parameters") == "before_forward"
+        is_early = exchange.gather_parameters == "before_forward"
         sharing = Sharing(shares, choice.shards_parameters or is_early)
-        hides = exchange.get("grad_sync") == "bucketed"  # all but the last bucket, of any size
+        hides = exchange.grad_sync == "bucketed"  # all but the last bucket, of any size
         reductions = (None, None) if hides else (over(1), of_experts)
         return least_end(costs, choice_facts(choice).devices, sharing, *reductions)
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -15,10 +15,10 @@ import numpy as np
 from pipesim.costs.costs import Costs
 from pipesim.costs.rows import STAGE_ROWS
 from pipesim.errors import CostsWarning, check_type
+from pipesim.framework.framework import Framework, GatherParameters, GradSync
 from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.framework_options import FrameworkOptions, framework_options
 from pipesim.lowering.lower import lower
-from pipesim.lowering.parameter_shards import GatherParameters
-from pipesim.models.framework import GradSync
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
@@ -191,24 +191,29 @@ class PlanProblem:
             schedule,
             n_replicas=choice.data_parallel,
             shard_optimizer=choice.shard_optimizer,
-            **self.exchange(choice),
+            framework=self.framework,
             layout=self.layout,
             shard_parameters=choice.shard_parameters,
             offload=choice.offload,
             **experts,
         )
 
-    def exchange(self, choice: PlanChoice) -> dict[str, Any]:
-        """Return options of `pipesim.lower`: when replicas reduce gradients, gather parameters."""
-        framework = self.parallel.framework
+    @cached_property
+    def framework(self) -> Framework:
+        """Framework, which exchanges gradients and parameters as the plan's arguments say."""
+        changes: dict[str, Any] = {}
         if self.grad_sync:
-            framework = replace(framework, grad_sync=self.grad_sync)
+            changes["grad_sync"] = self.grad_sync
         if self.gather_parameters:
-            framework = replace(framework, gather_parameters=self.gather_parameters)
-        return framework.lowering(
-            shard_optimizer=choice.shard_optimizer and placement_of(choice).n_paths == 1,
-            shard_parameters=choice.shards_parameters,
-        )
+            changes["gather_parameters"] = self.gather_parameters
+        return replace(self.parallel.framework, **changes)
+
+    def exchange(self, choice: PlanChoice) -> FrameworkOptions:
+        """Return when replicas reduce gradients and gather parameters, as `lower` does."""
+        return framework_options(
+            self.framework, placement_of(choice), n_replicas=choice.data_parallel,
+            shard_optimizer=choice.shard_optimizer, shard_parameters=choice.shard_parameters,
+        )  # fmt: skip
 
     def device_limits(self, choice: PlanChoice) -> list[float]:
         """Return the most bytes of each device of the pipeline, on its smallest GPU."""

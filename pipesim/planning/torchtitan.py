@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
+from pipesim.framework.framework import Framework, TensorOverlap
 from pipesim.lowering.parameter_shards import ShardParameters
-from pipesim.models.framework import Framework, TensorOverlap
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import PlanChoice, placement_of

@@ -116,8 +116,12 @@ COST_OPTIONS = tuple(
     for name, parameter in signature(Transformer.costs).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and name not in _OTHERS
 )
-#: Keys of the table.
-TRANSFORMER = (*MODEL, "layers_per_stage", "gpu", "flops_per_second", *COST_OPTIONS)
+#: Keys of the table. The framework, which `lower` takes too, stands above it.
+TRANSFORMER = tuple(
+    name
+    for name in (*MODEL, "layers_per_stage", "gpu", "flops_per_second", *COST_OPTIONS)
+    if name != "framework"
+)
 
 
 def make_model(settings: Mapping[str, Any]) -> Transformer:
@@ -273,6 +277,7 @@ def _check_table(where: str, value: object, keys: tuple[str, ...] | None) -> Set
             path = FLAT.get(key, ())[:-1]
             hint = (
                 f"; it belongs in [{'.'.join(path)}]" if path
+                else "; it belongs above all tables" if key == "framework"
                 else f"{suggestion(key, keys)} (known: {', '.join(keys)})"
             )  # fmt: skip
             raise UnknownNameError(f"{where}: unknown key {key!r}{hint}")
@@ -412,7 +417,9 @@ def _make_costs(info: ScheduleInfo, case: Settings) -> Costs:
                 f"per={per!r} and a transformer, which is divided among the stages of any "
                 "schedule; leave out per"
             )
-        return transformer_costs(values, _make_schedule(info, case).placement)
+        own = {name: case[name] for name in ("framework",) if name in case}
+        placement = _make_schedule(info, case).placement
+        return transformer_costs(merge({"transformer": own}, values), placement)
     costs = Costs.from_dict(values)
     if per == "stage":
         return costs

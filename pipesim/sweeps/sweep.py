@@ -42,6 +42,7 @@ from pipesim.errors import (
     number,
     suggestion,
 )
+from pipesim.framework.framework import Framework
 from pipesim.models.gpu import GPU
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
@@ -187,7 +188,7 @@ def _plain(where: str, value: Any) -> Any:
     """Return a value as types of JSON and TOML."""
     if isinstance(value, (GPU, Transformer)):
         return {key: part for key, part in asdict(value).items() if part is not None}
-    if isinstance(value, (Costs, Network, Workload)):
+    if isinstance(value, (Costs, Framework, Network, Workload)):
         return value.to_dict()
     if isinstance(value, (np.generic, np.ndarray)):
         return _plain(where, value.tolist())
@@ -339,7 +340,8 @@ def sweep(
         - ``schedule``: a name, or a file that `Schedule.load` reads, whose counts the row has;
         - ``n_devices``, ``n_microbatches``, and the schedules' own options. An option of a grid
           applies to the schedules that take it; rows that are then equal become one;
-        - the arguments of `lower`, and ``engine``;
+        - the arguments of `lower`, and ``engine``; a ``framework`` also gives the costs of a
+          transformer;
         - ``memory_limit``, all bytes of a device, also as ``"80GiB"``. ``zb_1p`` and ``zb_2p``
           order their tasks within it;
         - ``per``, the parts that costs are of: ``"stage"`` (the default), ``"device"`` or

@@ -74,6 +74,9 @@ NotNegative = Annotated[float, Range(0)]
 Seconds = NotNegative
 Positive = Annotated[float, Range(0, above=True)]
 Fraction = Annotated[float, Range(0, 1)]
+#: Bytes or FLOP/s up to which no product in a formula overflows.
+LARGEST_AMOUNT = 1e100
+Amount = Annotated[float, Range(0, LARGEST_AMOUNT)]
 
 
 class Check(NamedTuple):

@@ -108,7 +108,7 @@ def _metavar(name: str, annotation: str) -> str:
     """Return a word for the values of an option."""
     for pattern, metavar in (
         ("Iterable", "VALUE"), ("PerStage", "BYTES" if name.endswith("bytes") else "SECONDS"),
-        ("Bytes", "BYTES"), ("bool", "BOOL"), ("int|Count|Whole|Size|OptionalSize", "N"),
+        ("Bytes", "BYTES"), ("bool", "BOOL"), ("int|Buckets|Count|Whole|Size|OptionalSize", "N"),
         ("float|NotNegative|Seconds|Positive|Fraction|Amount", "NUMBER"), ("str", "NAME"),
     ):  # fmt: skip
         if re.search(rf"\b(?:{pattern})\b", annotation):

@@ -308,7 +308,6 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Routing.zipf": lambda _: {"exponent": 0.5},
     "ps.Parallel": lambda _: {},
     "ps.Framework": lambda _: {},
-    "ps.Framework.lowering": lambda _: {"self": ps.Framework()},
     "ps.Framework.preset": lambda _: {"name": "megatron_core_2024"},
     "ps.Framework.to_dict": lambda _: {"self": ps.Framework()},
     "ps.models.Shard": lambda _: {"model": model()},

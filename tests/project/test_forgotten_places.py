@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shard_parameters": {"shard_parameters": "every", "n_replicas": 2},
     "expert_layers": {"expert_layers": 1, "n_replicas": 2},
     "expert_replicas": {"expert_replicas": 2, "expert_layers": 1, "n_replicas": 4},
+    "framework": {"framework": "megatron_core_2024", "shard_optimizer": True, "n_replicas": 2},
 }
 NETWORK = ps.Network(latency=0.01, bandwidth=64, host=ps.HostLink(bandwidth=32))
 #: A number of each unit.
@@ -290,7 +291,7 @@ def test_costs_know_each_setting_of_parallel(name: str) -> None:
     table = {**vars(EXPERTS), "microbatch_size": 1, "gpu": "h100_sxm", "layers_per_stage": [2, 2]}
     settings = {"transformer": {**table, **chosen}, "network": costs.network.to_dict()}
     assert transformer_costs(settings, ps.Placement.linear(2)) == costs
-    assert name == "recompute" or FLAT[name] == ("costs", "transformer", name)
+    assert name in ("recompute", "framework") or FLAT[name] == ("costs", "transformer", name)
 
 
 @pytest.mark.parametrize("name", PARALLEL)

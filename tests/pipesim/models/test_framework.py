@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,7 +202,60 @@ def test_exchanges_behind_compute() -> None:
     assert gathered[0] == 0 < gathered[1]
     buckets = [int((graph.op == ps.Op.REDUCE_GRAD).sum()) for graph in (early, late, usual, alone)]
     assert buckets == [16 * 16, 16 * 16, 16, 0]
-    assert ps.Framework.preset("megatron_core_2024").lowering(shard_parameters=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "hidden"),
+    [
+        ("1f1b", {"n_replicas": 2, "shard_optimizer": True}, ("grad_sync", "gather_parameters")),
+        ("1f1b", {"n_replicas": 2}, ("grad_sync",)),
+        ("chimera", {"n_replicas": 2, "shard_optimizer": True}, ("grad_sync",)),
+        ("1f1b", {"n_replicas": 2, "shard_parameters": "every"}, ()),
+        ("1f1b", {"shard_optimizer": True}, ()),
+        ("1f1b", {"n_replicas": 2, "grad_sync": "every", "shard_optimizer": True,
+                  "gather_parameters": "after_step"}, ()),
+    ],
+    ids=["shared optimizer", "replicas", "two paths", "shared parameters", "alone", "explicit"],
+)  # fmt: skip
+def test_lower_exchanges_as_the_framework(
+    name: str, options: dict[str, Any], hidden: tuple[str, ...]
+) -> None:
+    """Where it applies, and unless the caller says otherwise."""
+    schedule = ps.schedule(name, 2, 2)
+    every = {"grad_sync": "bucketed", "n_buckets": 16, "gather_parameters": "before_forward"}
+    hides = {**{key: every[key] for key in hidden}, "n_buckets": 16}
+    own, same = (
+        ps.lower(schedule, **{**more, **options})
+        for more in ({"framework": "megatron_core_2024"}, hides)
+    )
+    assert [str(task) for task in own] == [str(task) for task in same]
+    assert own.options == same.options
+    source = own.options.source
+    assert source is not None
+    again = ps.lower(source.schedule, **source.arguments)
+    assert [str(task) for task in again] == [str(task) for task in own]
+
+
+def test_sweeps_give_a_framework_to_costs_and_lowering() -> None:
+    base = {
+        "n_devices": 2, "n_microbatches": 4, "schedule": "1f1b", "gpu": "h100_sxm", "n_replicas": 2,
+        "model": "llama3_8b", "microbatch_size": 1, "flash_attention": True, "optimizer_bytes": 0,
+        "network": ps.Network.preset("dgx_h100"),
+    }  # fmt: skip
+    nemo = ps.Framework.preset("nemo_2025")
+    rows = [{"framework": nemo}, {"framework": "nemo_2025"}, {"framework": nemo, "n_buckets": 1}]
+    table = ps.sweep(rows, base=base, n_jobs=1, progress=False)
+    schedule = ps.schedule("1f1b", 2, 4)
+    graph = ps.lower(schedule, n_replicas=2, framework=nemo)
+    costs = ps.Transformer.preset("llama3_8b").costs(
+        "balanced", gpu="h100_sxm", microbatch_size=1, flash_attention=True, framework=nemo,
+        network=ps.Network.preset("dgx_h100"), placement=schedule.placement,
+    )  # fmt: skip
+    step = ps.simulate(graph, replace(costs, optimizer_bytes=0)).makespan
+    assert table["makespan"].tolist()[:2] == [step, step]
+    assert table["makespan"][2] > step
+    with pytest.raises(UnknownNameError, match="'framework'; it belongs above all tables"):
+        ps.sweep([{"transformer": {"framework": "nemo_2025"}}], base=base, progress=False)
 
 
 def test_launches_of_a_framework() -> None:

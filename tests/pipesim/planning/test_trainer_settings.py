@@ -14,6 +14,7 @@ from small_plans import CHOICE, SPLIT, plans
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError
+from pipesim.lowering.framework_options import FrameworkOptions
 from pipesim.planning import TrainerSettings
 from pipesim.planning.choice import PlanChoice
 from pipesim.planning.megatron import OFFLOADED, Flags, megatron_flags
@@ -66,7 +67,7 @@ def test_every_choice_of_megatron() -> None:
     for choice in choices({"1f1b": 1, "interleaved_1f1b": 2}):
         for layout in ("stage_major", "replica_major"):
             try:
-                flags = megatron_flags(choice, batch_of(choice), layout, {})  # type: ignore[arg-type]
+                flags = megatron_flags(choice, batch_of(choice), layout, FrameworkOptions())  # type: ignore[arg-type]
             except ArgumentError:
                 continue
             settings = ps.read_megatron(flags, n_layers=8, n_gpus=choice.n_gpus)
@@ -81,7 +82,7 @@ def test_every_choice_of_megatron() -> None:
 def test_offload_of_megatron() -> None:
     """All modules of a model with experts, or none."""
     choice = replace(CHOICE, offload="all")
-    flags = megatron_flags(choice, 16, "stage_major", {}, has_experts=True)
+    flags = megatron_flags(choice, 16, "stage_major", FrameworkOptions(), has_experts=True)
     assert ps.read_megatron(flags, n_layers=8, n_gpus=8).choice == choice
     fewer = flags.replace(OFFLOADED[0], "")
     with pytest.raises(ArgumentError, match="--offload-modules must be all of attn_norm"):
@@ -166,7 +167,7 @@ def test_a_command_line() -> None:
     assert settings.lower_options == {
         "n_replicas": 4, "layout": "stage_major", "overlap": False, "shard_optimizer": True,
         "grad_sync": "last", "gather_parameters": "after_step", "shard_parameters": "none",
-        "offload": "none",
+        "offload": "none", "framework": settings.framework,
     }  # fmt: skip
     assert repr(settings) == (
         "<TrainerSettings tp2 pp4 dp4, interleaved_1f1b x2, 16 micro-batches of 2, selective "

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipesim.errors import check_name, check_type
-from pipesim.lowering.parameter_shards import GatherParameters
-from pipesim.models.attention_rates import AttentionKernel
-from pipesim.models.model_sizes import Amount, Size
-from pipesim.utils.checks import checked
+from pipesim.utils.checks import Amount, Range, checked
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+AttentionKernel = Literal["", "fa1", "fa2", "fa3", "triton", "cudnn"]
 TensorOverlap = Literal["none", "userbuffers", "async"]
 FusedSums = Literal["wider", "all", "none"]
 GradSync = Literal["last", "bucketed"]
+GatherParameters = Literal["after_step", "before_forward"]
 GradientExchange = Literal["reduce_scatter", "all_reduce"]
+#: Buckets of the gradients of a stage.
+Buckets = Annotated[int, Range(1, 1000)]
 
 
 @checked
@@ -121,7 +122,7 @@ class Framework:
     gradient_exchange: GradientExchange = "reduce_scatter"
     exchange_copies: Amount = 0.0
     grad_sync: GradSync = "last"
-    n_buckets: Size = 4
+    n_buckets: Buckets = 4
     gather_parameters: GatherParameters = "after_step"
     launch: Amount | None = None
     source: str = ""
@@ -146,29 +147,6 @@ class Framework:
         for attribute in changes:
             check_name("attribute of a framework", attribute, [x.name for x in fields(cls)])
         return replace(preset, name=name, **changes)
-
-    @checked
-    def lowering(
-        self, *, shard_optimizer: bool = False, shard_parameters: bool = False
-    ) -> dict[str, Any]:
-        """Return arguments of `pipesim.lower` that hide exchanges of replicas as it does.
-
-        Parameters
-        ----------
-        shard_optimizer
-            Whether replicas share the optimizer, and so gather parameters.
-        shard_parameters
-            Whether they share parameters, whose reductions and gathers hide by themselves.
-
-        Returns
-        -------
-        dict
-            ``grad_sync``, ``n_buckets`` and ``gather_parameters``, those that apply.
-        """
-        if shard_parameters:
-            return {}
-        gather = {"gather_parameters": self.gather_parameters} if shard_optimizer else {}
-        return {"grad_sync": self.grad_sync, "n_buckets": self.n_buckets, **gather}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes that differ from the best case, as values of JSON.

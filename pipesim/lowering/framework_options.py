@@ -1,0 +1,37 @@
+"""Options of `pipesim.lower` that follow from the framework, unless the user gives them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipesim.framework.framework import Framework, GatherParameters, GradSync
+from pipesim.lowering.parameter_shards import ShardParameters, checked_shard_parameters
+from pipesim.scheduling.placement import Placement
+
+
+class FrameworkOptions(NamedTuple):
+    """When replicas exchange gradients and parameters; options of `pipesim.lower`."""
+
+    grad_sync: GradSync = "last"
+    n_buckets: int = 4
+    gather_parameters: GatherParameters = "after_step"
+
+
+def framework_options(
+    framework: Framework, placement: Placement, *, n_replicas: int, shard_optimizer: bool,
+    shard_parameters: ShardParameters,
+) -> FrameworkOptions:  # fmt: skip
+    """Return the options of a framework, as far as they suit the others.
+
+    Replicas that share parameters hide reductions and gathers in any case, and copies of a stage on
+    several paths gather nothing before a forward.
+    """
+    is_alone = n_replicas * placement.n_paths == 1
+    if is_alone or checked_shard_parameters(shard_parameters) != "none":
+        return FrameworkOptions()
+    gathers = shard_optimizer and placement.n_paths == 1
+    return FrameworkOptions(
+        framework.grad_sync,
+        framework.n_buckets,
+        framework.gather_parameters if gathers else "after_step",
+    )
