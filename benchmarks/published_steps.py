@@ -7,6 +7,8 @@
 - **A fifth of the rows**: `pipesim.GPU.fit` on each of five disjoint fifths, drawn with seed 0, and
   errors on the other four fifths. Sets of few rows are fitted to all rows but those of one model,
   and to all rows but one, too.
+- **Five rows**: `pipesim.GPU.fit` on five rows of sets of `_published_runs`, with the framework and
+  drawn with seed 0; errors on the set's other rows before and after it.
 - **Ablation**: the same by one of the fifths, with one term of the costs removed and constants
   fitted again.
 - **Frameworks**: sets of `_published_runs`, from data sheets with the framework that they ran on,
@@ -48,6 +50,8 @@ Floats = NDArray[np.float64]
 QUOTIENTS = ROOT / "pipesim" / "analysis" / "published_quotients.json"
 #: Least rows of a group that counts for the regret; rows below which sets have other folds too.
 _LEAST, _FEW = 4, 10
+#: Rows of a small fit, draws of them, and least rows of a set for it.
+_SMALL, _DRAWS, _SPARE = 5, 5, 20
 #: A rate so high that what it prices takes no time.
 _FREE = 1e30
 
@@ -193,6 +197,27 @@ def fitted_lines(sets: Sequence[PublishedSteps]) -> list[str]:
     return ["Errors of the rows that were not fitted:", *table(head, body, 3), "", *choices]
 
 
+def few_rows_lines(sets: Sequence[PublishedSteps]) -> list[str]:
+    """Return mean errors of other rows, from data sheets and with constants of five rows."""
+    body = []
+    for steps in sets:
+        n_rows, draws = len(steps.rows), np.random.default_rng(0)
+        if n_rows < _SPARE:
+            continue
+        folds = [draws.permutation(n_rows)[:_SMALL].tolist() for _ in range(_DRAWS)]
+        _, unseen = held_out(steps, folds, test_on_fold=False, constants=None)
+        sheet = np.where(np.isnan(unseen), np.nan, presets(steps))
+        before, after = (
+            np.nanmean(np.abs(predicted / steps.seconds - 1), axis=1)
+            for predicted in (sheet, unseen)
+        )
+        body.append([steps.name, f"{before.mean():.1%}", f"{after.mean():.1%}",
+                     f"{100 * (after - before).max():+.1f}"])  # fmt: skip
+    head = ["set", "data sheet", "five rows", "worst change, points"]
+    return [f"Errors of the other rows of a set, means of {_DRAWS} draws of {_SMALL} rows:",
+            *table(head, body, 1)]  # fmt: skip
+
+
 def ablation_lines(steps: PublishedSteps) -> list[str]:
     """Return errors of rows that one fifth does not have, with one term removed at a time."""
     gpu = ps.GPU.preset(steps.gpu)
@@ -285,9 +310,19 @@ def main() -> None:
         if options.quick:
             print("\n".join(lines))
             return
-        tables, quotients = framework_lines(published_runs())
+        runs = published_runs()
+        tables, quotients = framework_lines(runs)
         QUOTIENTS.write_text(json.dumps(quotients, separators=(",", ":")) + "\n")
-        lines += ["", *tables, "", *fitted_lines(sets), "", *ablation_lines(sets[0])]
+        lines += [
+            "",
+            *tables,
+            "",
+            *fitted_lines(sets),
+            "",
+            *few_rows_lines(runs),
+            "",
+            *ablation_lines(sets[0]),
+        ]
     folder = ROOT / "results" / "benchmarks"
     publish(["# python benchmarks/published_steps.py", "", *lines], folder / "published_steps.txt")
 
