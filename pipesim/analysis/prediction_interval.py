@@ -37,6 +37,7 @@ _WORST = Framework(
     attention_kernel="fa1", fused_rotary=False, fused_activation=False, fused_norm=False,
     norm_bytes=4, separate_gate=True, attention_copies=True, fused_sums="none",
     exchange_element_bytes=4, gradient_exchange="all_reduce", exchange_copies=26,
+    overlap_cost=0.43,
 )  # fmt: skip
 
 

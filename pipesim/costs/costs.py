@@ -143,6 +143,12 @@ class Costs(CostFields):
     exchanged_gradients
         Bytes of gradients while replicas exchange them, over ``gradient_bytes``: 1 (the default),
         or 2 for sums in 16 bits that are exchanged in 32.
+    overlap_cost
+        Share of its speed that compute loses beside a collective of its device which sends 210 GB/s
+        or more a GPU, 0 to 1; beside a slower one, its part by bytes a second. An all-gather over
+        NVLink took 0.43 of the speed of products and of attention on A100
+        (https://github.com/NVIDIA/nccl/issues/1428). 0 (the default): overlap is free. Collectives
+        lose nothing. Rule 5 in docs/time.md has the formula, and what it leaves out.
     reduce_copies
         Seconds of STEP that replicas do not share, in addition to ``optimizer_step``: those in
         which the GPUs of a device sum the gradients of such copies, and passes over all gradients.

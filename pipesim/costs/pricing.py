@@ -71,7 +71,8 @@ def _joined(tables: Sequence[CostTable]) -> CostTable:
     columns = zip(
         *(table._replace(links=own) for table, own in zip(tables, links, strict=True)), strict=True
     )
-    return CostTable(*map(np.concatenate, columns))
+    whole: Any = (None if own[0] is None else np.concatenate(own) for own in columns)
+    return CostTable(*whole)
 
 
 def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> CostTable:
@@ -90,11 +91,13 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
     price_copies(costs, routes, duration, nbytes)
     launch = launches(costs, graph)
     links = routes.links.copy() if with_links else routes.links
-    share = np.ones(len(kinds))
+    share, overlap_cost = np.ones(len(kinds)), None
     if routes.collectives:
         _price_collectives(costs, routes, duration, nbytes, share)
         if with_links:
             links = _collective_links(routes, nbytes, links)
+        if costs.overlap_cost:
+            overlap_cost = _overlap_costs(costs, routes, duration, nbytes)
     if costs.tied_bytes and not graph.tied:
         _add_tied_sums(costs, routes, duration)
     if costs.expert_layers or (kinds.has_segments and Op.R in kinds.ops):
@@ -103,7 +106,7 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
         if getattr(costs, name) and op in routes.rows_of_ops:
             rows, stages = routes.rows_of_ops[op]
             duration[rows] += costs.per_stage(name, n_stages)[stages]
-    return CostTable(duration, routes.latency, launch, nbytes, links, share)
+    return CostTable(duration, routes.latency, launch, nbytes, links, share, overlap_cost)
 
 
 def launches(costs: Costs, graph: TaskGraph) -> Floats:
@@ -407,6 +410,30 @@ def exchange_name(part: int) -> str:
     if not is_expert_exchange(Op.ALL_TO_ALL, part):
         return EXCHANGES[part]
     return "dispatch" if part_name(Op.ALL_TO_ALL, part).startswith("dispatch") else "combine"
+
+
+#: Bytes a second that a GPU sends, from which on a collective costs compute all of
+#: `Costs.overlap_cost`: an all-gather over NVLink of A100, https://github.com/NVIDIA/nccl/issues/1428.
+OVERLAP_RATE = 210e9
+
+
+def _overlap_costs(costs: Costs, routes: KindRoutes, duration: Floats, nbytes: Floats) -> Floats:
+    """Return ``overlap_cost`` of `CostTable` of each kind.
+
+    Of n members, each sends (n-1)/n of its bytes, and twice that in a whole all-reduce.
+    """
+    sent = np.zeros(len(duration))
+    shares_sums = costs.gradient_exchange != "all_reduce"
+    for route in routes.collectives:
+        n = len(route.group.devices)
+        for members in route.rows:
+            is_half = members.op in (Op.UNSHARD, Op.ALL_TO_ALL)
+            if members.op == Op.REDUCE_GRAD:
+                is_half = shares_sums and routes.graph.optimizer_shares[members.stage] > 1
+            sent[members.kinds] = (1 if is_half else 2) * (n - 1) / n * nbytes[members.kinds]
+    rate = np.divide(sent, duration, out=np.zeros_like(sent), where=duration > 0)
+    lost: Floats = costs.overlap_cost * np.minimum(1.0, rate / OVERLAP_RATE)
+    return lost
 
 
 def _collective_links(

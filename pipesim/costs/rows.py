@@ -159,6 +159,16 @@ def _checked_ratio(value: object) -> float:
     return result
 
 
+def _checked_loss(value: object) -> float:
+    result = number(value)
+    if result is None or not 0 <= result <= 1:
+        raise CostsError(
+            "overlap_cost must be 0 to 1: the share of its speed that compute loses beside a fast "
+            f"collective, such as 0.43; got {value!r:.60}"
+        )
+    return result
+
+
 def _checked_network(_: str, value: object) -> Network:
     if not isinstance(value, Network):
         raise CostsError(f"network must be a pipesim.Network, got {value!r}")
@@ -274,6 +284,7 @@ class CostFields:
         default="reduce_scatter",
     )
     exchanged_gradients: float = _form(_checked_ratio, default=1.0, unit="shares")
+    overlap_cost: float = _form(_checked_loss, default=0.0, unit="shares")
     segments: Segments | Sequence[Sequence[Sequence[float]]] | None = _form(checked_segments)
     offload: PerStage | None = _measured(Op.OFFLOAD)
     reload: PerStage | None = _measured(Op.RELOAD)

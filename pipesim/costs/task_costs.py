@@ -37,6 +37,9 @@ class CostTable(NamedTuple):
         For a bucket of gradients, the share of the seconds of the last backward after which the
         bucket is complete, 0 to 1; 1 for other tasks. Shape ``(n_rows,)``. None stands for ones:
         buckets are complete at the end of the backward.
+    overlap_cost
+        For a collective, the share of its speed that compute of its device loses beside it, 0 to 1;
+        0 for other tasks. Shape ``(n_rows,)``. None stands for zeros.
     """
 
     duration: NDArray[np.float64]
@@ -45,6 +48,23 @@ class CostTable(NamedTuple):
     nbytes: NDArray[np.float64]
     links: NDArray[np.int64]
     share: NDArray[np.float64] | None = None
+    overlap_cost: NDArray[np.float64] | None = None
+
+    def rows(self, rows: NDArray[Any]) -> CostTable:
+        """Return a table of some rows, each as often as it is named.
+
+        Parameters
+        ----------
+        rows
+            Numbers of rows; shape ``(n,)``.
+
+        Returns
+        -------
+        CostTable
+            With ``n`` rows.
+        """
+        columns: Any = (None if column is None else column[rows] for column in self)
+        return CostTable(*columns)
 
 
 @dataclass(frozen=True)
@@ -145,9 +165,7 @@ class TaskCosts:
         TaskCosts
             Equal costs, whose arrays may be changed task by task.
         """
-        table = CostTable(
-            self.duration, self.latency, self.launch, self.nbytes, self.links, self.share
-        )
+        table = self.table.rows(self.row)._replace(duration=self.duration)
         return TaskCosts.of_tasks(table, self.costs, self.issued)
 
     @property

@@ -209,13 +209,15 @@ def optimizer_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...
 
 
 def exchanged_gradients(shard: Shard) -> dict[str, Any]:
-    """Return the fields of `pipesim.Costs` about the exchange of gradients; none by default."""
+    """Return the fields of `pipesim.Costs` about exchanges between replicas; none by default."""
     framework, fields = shard.framework, dict[str, Any]()
     if framework.exchange_element_bytes:
         ratio = framework.exchange_element_bytes / shard.model.bytes_per_gradient
         fields["exchanged_gradients"] = ratio
     if framework.gradient_exchange != "reduce_scatter":
         fields["gradient_exchange"] = framework.gradient_exchange
+    if framework.overlap_cost:
+        fields["overlap_cost"] = framework.overlap_cost
     return fields
 
 

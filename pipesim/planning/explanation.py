@@ -340,7 +340,8 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     ======================= =======================================================================
     part                    seconds
     ======================= =======================================================================
-    reduction_and_optimizer makespan, minus that without REDUCE_GRAD, UNSHARD and STEP
+    reduction_and_optimizer makespan, minus that without REDUCE_GRAD, UNSHARD and STEP; so it has
+                            what these cost compute beside them
     messages                the latter, minus that without messages, copies to and from the host
                             (OFFLOAD, RELOAD) and exchanges of experts that are tasks, too
     warm_up_cool_down,      mean idle time of a device in this last simulation, by cause; see

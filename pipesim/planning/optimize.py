@@ -179,8 +179,8 @@ def optimize(
     orders, and is often far below the best one: ``proved`` is then seldom true.
 
     Times are those of `pipesim.simulate` for ``lower(schedule)``. Where links are shared, launches
-    take time, or paths reduce gradients, the search neglects that; a simulation of the best
-    orders then decides between them.
+    take time, or paths reduce gradients, the search neglects that, and the cost of overlap; a
+    simulation of the best orders then decides between them.
 
     Parameters
     ----------

@@ -32,9 +32,8 @@ many costs. Collectives are priced for all members on their devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -56,17 +55,17 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.engines.compiled import run_plan
 from pipesim.simulation.engines.plan import Plan, make_plan, with_several_streams
+from pipesim.simulation.overlap_cost import Engine, overlap_seconds, run_twice
 from pipesim.utils.csr import Ints
 
 Floats = NDArray[np.float64]
-Engine = Callable[[TaskGraph, TaskCosts], tuple[Floats, Floats]]
 #: Tasks of a graph for which the compiled engine looks for copies; fewer take about a millisecond.
 _FEWEST_TASKS = 10_000
 
 
 def run_simpy(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
     """Return start and end of each task (s), by SimPy's engine; equal replicas run once."""
-    return run_equal_replicas_once(simpy_engine.run, graph, costs)
+    return run_equal_replicas_once(partial(run_twice, simpy_engine.run), graph, costs)
 
 
 def run_compiled(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
@@ -75,6 +74,8 @@ def run_compiled(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
     If one pass suffices, all replicas run in it, which takes some ten ns a task: less than to find
     out whether they are equal. Otherwise equal replicas of a large graph run once.
     """
+    if costs.table.overlap_cost is not None:
+        return run_equal_replicas_once(partial(run_twice, compiled.run), graph, costs)
     plan = make_plan(graph, costs)
     times = compiled.run_in_one_pass(plan)
     if times is None and len(graph) >= _FEWEST_TASKS:
@@ -112,7 +113,8 @@ def _table_of_first_copy(graph: TaskGraph, costs: TaskCosts) -> CostTable | None
     if kinds is None:
         return None
     table, first = costs.table, kinds[0]
-    for column in (table.duration, table.latency, table.launch, table.share):
+    columns = table.duration, table.latency, table.launch, table.share, table.overlap_cost
+    for column in columns:
         if column is not None and (column[kinds] != column[first]).any():
             return None
     if table.launch[first].any() and not _have_own_hosts(graph, kinds):
@@ -120,11 +122,7 @@ def _table_of_first_copy(graph: TaskGraph, costs: TaskCosts) -> CostTable | None
     links = _links_of_first_copy(graph, kinds, table)
     if links is None:
         return None
-    share = None if table.share is None else table.share[first]
-    duration, latency, launch, nbytes = (
-        column[first] for column in (table.duration, table.latency, table.launch, table.nbytes)
-    )
-    return CostTable(duration, latency, launch, nbytes, links, share)
+    return table.rows(first)._replace(links=links)
 
 
 def _have_own_hosts(graph: TaskGraph, kinds: Ints) -> bool:
@@ -394,8 +392,13 @@ class OneOfReplicas:
         if plan is None:
             return None
         plan = plan._replace(latency=table.latency, duration=table.duration)
-        times = run_plan(self.graph, plan)
-        return ReplicaTimes(*times, float(self._compute_counts @ table.duration))
+        start, end = run_plan(self.graph, plan)
+        if table.overlap_cost is None:
+            return ReplicaTimes(start, end, float(self._compute_counts @ table.duration))
+        added = overlap_seconds(self.graph, self.graph.kind, table, start, end)
+        drawn = table.duration[self.graph.kind] + added
+        start, end = run_plan(self.graph, plan._replace(drawn=drawn))
+        return ReplicaTimes(start, end, float(drawn[self.graph.is_op(COMPUTE)].sum()))
 
     def _plan(self, costs: Costs, table: CostTable) -> Plan | None:
         """Return the engine's columns, whose links depend on which tasks take any time."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.noise import Noise
+from pipesim.simulation.overlap_cost import run_twice
 from pipesim.simulation.simulate import (
     checked_costs,
     checked_noise,
@@ -219,7 +221,8 @@ def simulate_many(
     makespan, busy = np.empty(n), np.empty(n)
     size = max(1, min(compiled.LANES, -(-n // workers)))
     parts = [np.arange(k, min(k + size, n)) for k in range(0, n, size)]
-    many = (compiled.ScenarioBatches if jit.available() else _OneByOne)(graph, slowed, noise)
+    in_batches = jit.available() and slowed.table.overlap_cost is None
+    many = (compiled.ScenarioBatches if in_batches else _OneByOne)(graph, slowed, noise)
     at_once = min(workers, len(parts))
     check_memory(
         f"running {at_once} x {size} scenarios of {len(graph):,} tasks at once",
@@ -270,7 +273,10 @@ def _bar(n: int, progress: bool) -> Iterator[Callable[[int], object]]:
 
 
 class _OneByOne:
-    """Scenarios in the reference engine, with the interface of `compiled.ScenarioBatches`."""
+    """Scenarios one after the other, with the interface of `compiled.ScenarioBatches`.
+
+    They run in the reference engine, if numba is missing.
+    """
 
     @staticmethod
     def nbytes(_: int) -> int:
@@ -279,11 +285,12 @@ class _OneByOne:
 
     def __init__(self, graph: TaskGraph, costs: TaskCosts, noise: Noise) -> None:
         self.graph, self.costs, self.noise = graph, costs, noise
+        self.run = partial(run_twice, (compiled if jit.available() else simpy_engine).run)
 
     def __call__(self, scenarios: Sequence[int]) -> tuple[Floats, Floats]:
         makespan, busy = np.empty(len(scenarios)), np.empty(len(scenarios))
         for k, scenario in enumerate(scenarios):
             drawn = self.noise.draw(self.graph, self.costs, scenario)
-            _, end = simpy_engine.run(self.graph, replace(self.costs, drawn=drawn))
-            makespan[k], busy[k] = end.max(), drawn[self.graph.is_op(COMPUTE)].sum()
+            start, end = self.run(self.graph, replace(self.costs, drawn=drawn))
+            makespan[k], busy[k] = end.max(), (end - start)[self.graph.is_op(COMPUTE)].sum()
         return makespan, busy

@@ -26,8 +26,9 @@ from pipesim.network.collectives import group_of_gpus, half, ring
 from pipesim.network.links import Nodes
 from pipesim.network.network import Network
 from pipesim.ops import Op
-from pipesim.simulation.equal_replicas import Engine, run_compiled, run_simpy
+from pipesim.simulation.equal_replicas import run_compiled, run_simpy
 from pipesim.simulation.noise import Noise
+from pipesim.simulation.overlap_cost import Engine
 from pipesim.timeline.memory_limit import checked_memory_limit, limit_text, static_text
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
@@ -294,12 +295,14 @@ def _check(graph: TaskGraph, costs: TaskCosts) -> None:
     if len(costs.row) != len(graph):
         raise CostsError(f"got the costs of {len(costs.row)} tasks for a graph of {len(graph)}")
     columns = [(name, getattr(costs.table, name)) for name in _CHECKED]
-    if costs.table.share is not None:  # of the backward that each bucket needs
-        good = (costs.share >= 0) & (costs.share <= 1)
+    for name in ("share", "overlap_cost"):
+        column = getattr(costs.table, name)
+        good = np.ones(1) if column is None else ((column >= 0) & (column <= 1))[costs.row]
         if not good.all():
             task = graph.task(int(np.argmin(good)))
             raise CostsError(
-                f"share of {task} (task {task.id}) must be 0 to 1, got {costs.share[task.id]}"
+                f"{name} of {task} (task {task.id}) must be 0 to 1, got "
+                f"{column[costs.row[task.id]]}"
             )
     of_tasks = [("duration", costs.drawn), ("issued", costs.issued)]
     for name, values in (*columns, *of_tasks):

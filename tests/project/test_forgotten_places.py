@@ -92,6 +92,7 @@ CHANGES: dict[str, Any] = {
     "launch_by_op": {"messages": 0.0, "STEP": 0.25},
     "gradient_exchange": "all_reduce",
     "exchanged_gradients": 2.0,
+    "overlap_cost": 0.5,
 }
 
 

@@ -224,9 +224,9 @@ def _shares_links(graph: TaskGraph, costs: TaskCosts) -> bool:
 
 
 def _reproduces(timeline: Timeline, costs: TaskCosts) -> bool:
-    """Return whether a simulation without links gives the times of a timeline."""
+    """Return whether a simulation without links and cost of overlap gives a timeline's times."""
     no_links = np.full((len(costs.table.duration), 1), -1, dtype=np.int64)
-    free = replace(costs, table=costs.table._replace(links=no_links))
+    free = replace(costs, table=costs.table._replace(links=no_links, overlap_cost=None))
     again = predict_timeline(timeline.graph, free)
     return bool((again.start == timeline.start).all() and (again.end == timeline.end).all())
 

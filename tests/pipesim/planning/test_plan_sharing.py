@@ -422,12 +422,16 @@ def test_exchanges_behind_compute() -> None:
     sizes = {"pipeline_parallel": 2, "data_parallel": 4, "microbatch_size": 1, "n_chunks": 3}
     options: dict[str, Any] = {**QUICK, **sizes, "schedules": "interleaved_1f1b"}
     usual, hidden = (ps.plan(DENSE, FAST, **options, **more) for more in ({}, HIDDEN))
+    costly = ps.plan(DENSE, FAST, **options, framework=ps.Framework(overlap_cost=0.5, **HIDDEN))
+    steps = {row.choice: row.step for row in costly.ranked}
     for choice in (row.choice for row in usual.ranked):
         plan = hidden.plan(choice)
         own = HIDDEN if choice.shard_optimizer else {"grad_sync": "bucketed"}
         options = {"n_replicas": 4, "layout": "stage_major", **own}
         graph = ps.lower(plan.schedule, shard_optimizer=choice.shard_optimizer, **options)
         assert plan.step == ps.simulate(graph, plan.costs).makespan < usual.plan(choice).step
+        costs = replace(plan.costs, overlap_cost=0.5)
+        assert steps[choice] == ps.simulate(graph, costs).makespan > plan.step
         flags = {"--overlap-grad-reduce", "--overlap-param-gather"}
         wanted = flags if choice.shard_optimizer else {"--overlap-grad-reduce"}
         assert flags & set(plan.to_megatron().split()) == wanted

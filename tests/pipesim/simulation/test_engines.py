@@ -18,7 +18,7 @@ from simulated_runs import run
 from strategies import cases
 
 import pipesim as ps
-from pipesim.costs import CostTable, TaskCosts
+from pipesim.costs import TaskCosts
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -498,18 +498,17 @@ def test_costs_of_other_stages_and_networks_of_other_devices() -> None:
         ("latency", -1.0, "latency of 0F0"),
         ("launch", float("nan"), "launch of 0F0"),
         ("nbytes", -1.0, "nbytes of 0F0"),
+        ("share", 2.0, r"share of 0F0 \(task 0\) must be 0 to 1, got 2\.0"),
+        ("overlap_cost", float("nan"), r"overlap_cost of 0F0 \(task 0\) must be 0 to 1, got nan"),
     ],
 )
 def test_bad_costs_of_a_task(column: str, value: float, message: str) -> None:
     """SimPy would take NaN for a time; the task is named instead."""
     graph = ps.lower(ps.schedule("gpipe", 2, 2))
     costs = ps.Costs(1, 2).of(graph)
-    values = getattr(costs, column).copy()
+    values = np.zeros(len(graph))
     values[0] = value
-    table = CostTable(
-        **{name: getattr(costs, name) for name in CostTable._fields if name != column},
-        **{column: values},
-    )
+    table = costs.per_task().table._replace(**{column: values})
     with pytest.raises(CostsError, match=message):
         ps.simulate(graph, TaskCosts.of_tasks(table))
     if column == "duration":
