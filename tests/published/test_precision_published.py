@@ -50,7 +50,8 @@ def step(settings: str) -> float:
     order = ps.schedule("1f1b", run["pp"], n)
     if run["vp"] > 1:
         order = ps.schedule("interleaved_1f1b", run["pp"], n, n_chunks=run["vp"])
-    return ps.simulate(ps.lower(order, shard_optimizer=True, **layout.lowering), costs).makespan
+    graph = ps.lower(order, shard_optimizer=True, framework=FRAMEWORK, **layout.lowering)
+    return ps.simulate(graph, costs).makespan
 
 
 def ratio(rows: list[dict[str, Any]], model: str, gpu: str, *precisions: str) -> list[float]:
