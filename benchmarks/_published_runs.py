@@ -183,11 +183,12 @@ def _row(run: Mapping[str, Any]) -> dict[str, Any]:
 def _order(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of the order and of its lowering."""
     chunks = run.get("vp", 1)
-    if "fsdp" in run:  # a stage a layer, each of which gathers its parameters
-        chunks = run["model"]["n_layers"]
-        yield "shard_parameters", run["fsdp"]
-    else:
-        yield "shard_optimizer", run["n_gpus"] > run["tp"] * run["pp"] * run.get("cp", 1)
+    if "fsdp" in run:  # layer by layer, embedding and head alone
+        layers = [0, *[1] * run["model"]["n_layers"], 0]
+        yield from (("schedule", "naive"), ("n_chunks", len(layers)), ("layers_per_stage", layers))
+        yield from (("shard_parameters", run["fsdp"]), ("grad_sync", "every"))
+        return
+    yield "shard_optimizer", run["n_gpus"] > run["tp"] * run["pp"] * run.get("cp", 1)
     if chunks > 1:
         yield from (("schedule", "interleaved_1f1b"), ("n_chunks", chunks))
     if run["pp"] > 1:

@@ -495,6 +495,8 @@ def lower_replica(
     replicated: bool,
     shard_optimizer: bool,
     framework: Framework = BEST_CASE,
+    shard_parameters: ShardParameters = "none",
+    grad_sync: GradSyncArgument | None = None,
 ) -> TaskGraph:
     """Lower one of several equal replicas alone, with its part in their collectives.
 
@@ -507,15 +509,15 @@ def lower_replica(
     n_replicas = 2 if replicated else 1
     own = framework_options(
         framework, schedule.placement, n_replicas=n_replicas, shard_optimizer=shard_optimizer,
-        shard_parameters="none",
+        shard_parameters=shard_parameters,
     )  # fmt: skip
     collectives = checked_collectives(
-        schedule, own.grad_sync, own.n_buckets, Exchanges(), n_replicas, shard_optimizer,
-        own.gather_parameters, "flush",
+        schedule, grad_sync or own.grad_sync, own.n_buckets, Exchanges(), n_replicas,
+        shard_optimizer, own.gather_parameters, "flush",
     )  # fmt: skip
     parameters = checked_parameter_shards(
-        schedule, "none", own.gather_parameters, 1, (), n_replicas=n_replicas,
-        shard_optimizer=shard_optimizer,
+        schedule, shard_parameters, own.gather_parameters, 1, (), n_replicas=n_replicas,
+        shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync, tied=(),
     )  # fmt: skip
     options = LoweringOptions(
         recompute=recompute_label(schedule, "listed"),

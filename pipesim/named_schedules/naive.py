@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pipesim.named_schedules.patterns import alternating_schedule
+import numpy as np
+
+from pipesim.errors import check_count
+from pipesim.ops import Op
+from pipesim.scheduling.memory_checks import check_schedule
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -14,7 +19,7 @@ from pipesim.scheduling.schedule import Schedule
     bubble=ClosedForm("(p-1)/p", lambda p, m: (p - 1) / p),
     activations=ClosedForm("1", lambda p, m: 1),
 )
-def naive(n_devices: int, n_microbatches: int) -> Schedule:
+def naive(n_devices: int, n_microbatches: int, n_chunks: int = 1) -> Schedule:
     """Build the order of naive model parallelism.
 
     Three devices, two micro-batches, B as long as F::
@@ -25,5 +30,29 @@ def naive(n_devices: int, n_microbatches: int) -> Schedule:
 
     A micro-batch goes forward through all stages and back before the next one starts. The makespan
     is ``m p (f + b)``, and every device holds the activations of one micro-batch.
+
+    One device of three chunks accumulates the gradients of a micro-batch after the other, as a loop
+    of torch does. If each chunk is a layer, ``lower(shard_parameters="every")`` is FSDP::
+
+        device 0 | 0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts.
+    n_chunks
+        Stages of each device.
     """
-    return alternating_schedule("naive", n_devices, n_microbatches, warm_up_per_hop=0)
+    n_stages = n_devices * check_count("n_chunks", n_chunks)
+    check_schedule("naive", 2 * n_stages * n_microbatches)
+    ops = np.tile(np.repeat([Op.F, Op.B], n_chunks), n_microbatches)
+    microbatches = np.repeat(np.arange(n_microbatches), 2 * n_chunks)
+    return Schedule.from_columns(
+        "naive",
+        Placement.looped(n_devices, n_chunks),
+        n_microbatches,
+        (
+            (ops, np.tile(np.concatenate([own, own[::-1]]), n_microbatches), microbatches)
+            for own in np.arange(n_stages).reshape(n_chunks, n_devices).T
+        ),
+    )

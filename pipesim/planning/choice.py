@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -111,6 +111,11 @@ class PlanChoice:
         return self.shard_parameters != "none"
 
     @property
+    def is_layer_by_layer(self) -> bool:
+        """Whether one device gathers parameters stage by stage, as in FSDP."""
+        return self.shards_parameters and self.schedule == "naive" and self.pipeline_parallel == 1
+
+    @property
     def optimizer_shares(self) -> int:
         """Replicas that share the optimizer; 1 if each has all of it."""
         return self.data_parallel if self.shard_optimizer or self.shards_parameters else 1
@@ -187,6 +192,18 @@ def with_settings(choice: PlanChoice, **settings: Any) -> PlanChoice:
     changed = object.__new__(PlanChoice)
     vars(changed).update(vars(choice), **settings)
     return changed
+
+
+def layer_by_layer(choice: PlanChoice) -> PlanChoice:
+    """Return a configuration with a stage for each layer, and for embedding and head, as in FSDP.
+
+    Those with whole parameters, with a pipeline or without known layers stay as they are.
+    """
+    n_layers = sum(choice.layers_per_stage)
+    if not n_layers or choice.pipeline_parallel > 1 or not choice.shards_parameters:
+        return choice
+    sizes = (0, *(1,) * n_layers, 0)
+    return replace(choice, schedule="naive", n_chunks=len(sizes), layers_per_stage=sizes)
 
 
 def sizes_text(choice: PlanChoice) -> str:

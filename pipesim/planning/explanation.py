@@ -263,8 +263,8 @@ def _split(choice: PlanChoice) -> str:
     """Return the fewest and the most layers of a stage."""
     few, most = min(choice.layers_per_stage), max(choice.layers_per_stage)
     stages = _count(choice.n_stages, "stage")
-    if choice.n_stages == 1:
-        return f"all layers in {stages}"
+    if choice.pipeline_parallel == 1:
+        return f"all layers in {stages} of one device"
     if few == most:
         return f"{few} layers in each of {stages}, which differ in embedding, head or layers"
     return f"{few} to {most} layers in each of {stages}"

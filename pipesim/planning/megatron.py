@@ -17,7 +17,7 @@ from pipesim.framework.framework import BEST_CASE, Framework, FusedSums, GatherP
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.framework_options import FrameworkOptions
 from pipesim.lowering.parameter_shards import ShardParameters
-from pipesim.planning.choice import PlanChoice
+from pipesim.planning.choice import PlanChoice, layer_by_layer
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout
 from pipesim.utils.texts import parse_int
@@ -64,7 +64,9 @@ def megatron_flags(
     if choice.expert_parallel > 1:
         flags += ["--expert-model-parallel-size", str(choice.expert_parallel)]
     sizes = choice.layers_per_stage
-    if len(set(sizes)) > 1:
+    if choice.is_layer_by_layer:
+        pass  # Megatron-FSDP gathers layer by layer
+    elif len(set(sizes)) > 1:
         flags += ["--pipeline-model-parallel-layout", write_layout(sizes)]
     elif choice.n_chunks > 1:  # one even stage a device needs no flag
         flags += ["--num-layers-per-virtual-pipeline-stage", str(sizes[0])]
@@ -91,7 +93,7 @@ def megatron_flags(
 def _check(choice: PlanChoice) -> None:
     """Raise `ArgumentError` for a configuration that Megatron-LM cannot run."""
     runnable = ", ".join(_SCHEDULES)
-    if choice.schedule not in _SCHEDULES:
+    if choice.schedule not in _SCHEDULES and not choice.is_layer_by_layer:
         raise ArgumentError(
             f"Megatron-LM has no schedule {choice.schedule!r}; it runs {runnable}. Plan with "
             f"schedules={list(_SCHEDULES)}, or run the schedule with pipeexec"
@@ -255,6 +257,7 @@ def read_megatron(
         shard_parameters=shard_parameters,
         offload=_offload(read),
     )
+    choice = layer_by_layer(choice)
     grad_sync, gather_parameters = _exchange(read, choice)
     in_a_row = read.switch("--use-tp-pp-dp-mapping")
     return TrainerSettings(
@@ -372,7 +375,8 @@ def _exchange(read: Flags, choice: PlanChoice) -> tuple[GradSyncs, GatherParamet
             "--use-distributed-optimizer or --use-megatron-fsdp; add them, or leave it out"
         )
     if choice.data_parallel == 1 or choice.shards_parameters:  # FSDP hides both in any case
-        return "last", "after_step"
+        accumulates = choice.shards_parameters and choice.pipeline_parallel == 1
+        return "every" if accumulates else "last", "after_step"
     rest = ("last",) * (choice.n_stages - 1)
     return (
         ("bucketed", *rest) if reduces and rest else "bucketed" if reduces else "last",

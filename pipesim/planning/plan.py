@@ -110,7 +110,7 @@ def plan(
         Names of schedules; by default 1F1B, interleaved and zero-bubble ones, and those in V shape;
         for slices of sequences ``"seq1f1b"`` and ``"slimpipe"``.
     n_chunks
-        Stages of each device, for schedules with chunks.
+        Stages of each device, for schedules with chunks, and for one device with shared parameters.
     recompute
         ``"none"``, ``"selective"`` or ``"full"``.
     shard_optimizer
@@ -129,7 +129,8 @@ def plan(
     shard_parameters
         Whether and how long replicas share parameters (FSDP, ZeRO-3), as in `pipesim.lower`; by
         default ``"none"``. Configurations with shared parameters have ``shard_optimizer=False``:
-        replicas share the optimizer anyway.
+        replicas share the optimizer anyway. A pipeline of one device gathers layer by layer: by
+        default embedding, each layer and head are stages of the schedule ``"naive"``.
     offload
         Activations that wait in host memory, as in `pipesim.lower`, one value for all stages; by
         default ``"none"``. The network of the cluster must have a link to the host.
@@ -143,9 +144,10 @@ def plan(
         Order of devices, as in `pipesim.lower`: by default replicas of a stage are neighbours.
     grad_sync, gather_parameters
         When replicas reduce gradients, and gather what others have stepped, as in `pipesim.lower`;
-        by default as the framework does. Where that does not apply, it has no effect: buckets with
-        ``shard_parameters``, gathers ``"before_forward"`` without ``shard_optimizer`` and in
-        bidirectional schedules.
+        by default as the framework does. Without a pipeline, replicas that share parameters reduce
+        gradients after every micro-batch, or with ``grad_sync="last"`` once, and hold whole ones.
+        Where that does not apply, it has no effect: buckets with ``shard_parameters``, gathers
+        ``"before_forward"`` without ``shard_optimizer`` and in bidirectional schedules.
     memory_limit
         Most bytes of each device, such as ``"76GB"``, as in `pipesim.simulate`. By default the
         usable memory of its GPU.

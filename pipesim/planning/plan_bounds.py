@@ -223,9 +223,10 @@ def _moved_bytes(costs: Costs, n_stages: int, sharing: Sharing, prefix: str = ""
 
 
 # Memory is at least parameters, gradients and optimizer, with the activations and the workspace of
-# one micro-batch of one stage. If micro-batches are slices of sequences, the last slice runs while
-# the activations of the others are held. Of parameters that replicas share, those of a stage are
-# gathered while it computes.
+# one micro-batch of one stage. When the first backward of a device begins, the activations of its
+# micro-batch are held by all stages of the device. If micro-batches are slices of sequences, the
+# last slice runs while the activations of the others are held. Of parameters that replicas share,
+# those of a stage are gathered while it computes.
 
 
 def least_memory(
@@ -257,9 +258,13 @@ def least_memory(
         most = np.max(used, axis=0)
         if not offloads:  # the last slice runs with the activations of the others
             most = used[-1] + sum(own.per_stage("activation_bytes", n) for own in slices[:-1])
-    if sharing.parameters:
-        most += moved_bytes(costs, n, shares, "parameter")
-    least: Floats = devices.sums(held) + devices.most(most)
+    gathered = moved_bytes(costs, n, shares, "parameter") if sharing.parameters else 0.0
+    needed = devices.most(most + gathered)
+    if n_slices == 1 and not offloads:
+        activations = devices.sums(costs.per_stage("activation_bytes", n))
+        workspace = costs.per_stage("backward_workspace_bytes", n) + gathered
+        needed = np.maximum(needed, activations + devices.least(workspace))
+    least: Floats = devices.sums(held) + needed
     return least * (1 + costs.memory_reserve) * (1 - ROUNDING)
 
 

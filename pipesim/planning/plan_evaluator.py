@@ -44,6 +44,7 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.equal_replicas import OneOfReplicas, SharedRoutes, replica_memory_graph
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import OrderBytes, order_bytes, reserved_memory
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.utils.texts import format_bytes
 
@@ -101,7 +102,7 @@ class Evaluator:
         if the order of few micro-batches lacks an operation of that of all, and for activations or
         parameters that are not always on their device.
         """
-        if choice.ordered_for_costs or self._needs_all(choice):
+        if choice.ordered_for_costs or choice.shards_parameters or self._needs_all(choice):
             return None
         order = self._order(choice)
         if order is None:
@@ -115,11 +116,17 @@ class Evaluator:
         ``memory`` is the result of `memory`, and fits. If it is None, the result may be by how much
         the configuration does not fit.
         """
-        times = None
-        if memory is not None and (replica := self.replica(choice)) is not None:
-            times = replica.run(self.costs(choice))
-        if memory is None or times is None:
-            return self._whole(choice, self.costs(choice), bounds)
+        costs, times = self.costs(choice), None
+        replica = None if choice.ordered_for_costs else self.replica(choice)
+        if replica is not None and (memory is not None or choice.shards_parameters):
+            times = replica.run(costs)
+        if replica is None or times is None:
+            return self._whole(choice, costs, bounds)
+        if memory is None:
+            timeline = Timeline(replica.graph, times.start, times.end, None, costs)
+            memory = reserved_memory(timeline)
+            if (unfit := self.unfit(choice, bounds, memory)) is not None:
+                return unfit
         step = float(times.end.max())
         idle = 1 - times.busy / (choice.pipeline_parallel * step) if step else 1.0
         return Evaluation(
@@ -145,7 +152,7 @@ class Evaluator:
 
     def _needs_all(self, choice: PlanChoice) -> bool:
         """Return whether a choice is simulated with the tasks of all replicas in any case."""
-        if choice.offload != "none" or choice.shards_parameters or choice.n_slices > 1:
+        if choice.offload != "none" or choice.n_slices > 1:
             return True
         if choice.expert_parallel == 1:
             return False
@@ -220,19 +227,24 @@ class Evaluator:
         """Return the schedule of a configuration, for equal costs if there are none."""
         return self.problem.schedule(choice, (priced or self._priced(choice)).costs)
 
-    @kept(*_ORDER, "shard_optimizer", "gpus_per_device", "data_parallel", most=_MOST_GRAPHS)
+    @kept(
+        *_ORDER, "shard_optimizer", "shard_parameters", "gpus_per_device", "data_parallel",
+        most=_MOST_GRAPHS,
+    )  # fmt: skip
     def _replica(self, choice: PlanChoice) -> OneOfReplicas | None:
         replicated = choice.data_parallel > 1
         graph = self._replica_graph(choice, replicated, replicated and choice.shard_optimizer)
         return OneOfReplicas.make(graph, self._routes(choice), self.costs(choice).all_reduce)
 
-    @kept(*_ORDER, most=_MOST_GRAPHS)
+    @kept(*_ORDER, "shard_parameters", most=_MOST_GRAPHS)
     def _replica_graph(self, choice: PlanChoice, replicated: bool, shards: bool) -> TaskGraph:
         return lower_replica(
             self._schedule(choice),
             replicated=replicated,
             shard_optimizer=shards,
             framework=self.problem.framework,
+            shard_parameters=choice.shard_parameters,
+            **self.problem.accumulation(choice),
         )
 
     @kept(*_ORDER, most=_MOST_GRAPHS)
@@ -346,7 +358,7 @@ def stages_of(
     """
     n_layers, model = problem.n_layers, problem.model
     placement = placement_of(choice)
-    if problem.is_even:
+    if problem.is_even and (placement.n_devices > 1 or placement.n_stages <= n_layers):
         n_each, rest = divmod(n_layers, placement.n_stages)
         return None if rest else (n_each,) * placement.n_stages
     if isinstance(model, Layers):

@@ -294,6 +294,8 @@ def _moved(
     evaluator: Evaluator, best: Evaluation, keeps: Callable[[PlanChoice], bool]
 ) -> Evaluation:
     """Return the best evaluation that a local search over splits reaches."""
+    if best.choice.pipeline_parallel == 1:
+        return best
 
     def step(borders: Ints) -> float:
         nonlocal best

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 from pipesim.errors import PipeError
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import PlanChoice, choice_facts
 from pipesim.planning.problem import PlanProblem, kept
+from pipesim.scheduling.registry import schedule_info
 
 #: Most F and B of a replica; beyond it a single schedule takes many seconds and gigabytes.
 _MOST_TASKS = 500_000
@@ -221,11 +223,21 @@ def recomputes(problem: PlanProblem) -> Sequence[str]:
     return ("none",) if isinstance(problem.model, Layers) else ("none", "selective", "full")
 
 
-def chunk_counts(problem: PlanProblem, pp: int) -> list[int]:
-    """Return numbers of chunks: those that divide the layers evenly, and a few more."""
+def chunk_counts(problem: PlanProblem, name: str, pp: int) -> list[int]:
+    """Return numbers of chunks: those that divide the layers evenly, and a few more.
+
+    A schedule that has one chunk by default has no more.
+    """
+    if signature(schedule_info(name).build).parameters["n_chunks"].default == 1:
+        return [1]
     n = problem.n_layers
     most = min(n // pp, _MOST_CHUNKS)
     return [v for v in range(2, most + 1) if v in _CHUNKS or n % (pp * v) == 0]
+
+
+def layer_stages(problem: PlanProblem) -> int:
+    """Return the stages of one device that gathers layer by layer; embedding and head are two."""
+    return problem.n_layers + 2 * isinstance(problem.model, Transformer)
 
 
 def _divisors(n: int) -> list[int]:

@@ -195,8 +195,15 @@ class PlanProblem:
             layout=self.layout,
             shard_parameters=choice.shard_parameters,
             offload=choice.offload,
+            **self.accumulation(choice),
             **experts,
         )
+
+    def accumulation(self, choice: PlanChoice) -> dict[str, Any]:
+        """Return ``grad_sync`` of `pipesim.lower` for a device that gathers layer by layer."""
+        if not choice.is_layer_by_layer:
+            return {}
+        return {"grad_sync": "last" if self.grad_sync == "last" else "every"}
 
     @cached_property
     def framework(self) -> Framework:

@@ -205,16 +205,16 @@ class Listing:
                     **sizes, microbatch_size=size,
                 )  # fmt: skip
                 continue
-            for name, chunks, slices in self._orders(pp):
+            for name, chunks, slices, modes in self._orders(pp):
                 self._fill_order(PlanChoice(
                     tp, pp, dp, size, batch // dp // size, name, chunks, "none", False, False, (),
                     context_parallel=cp, n_slices=slices,
-                ))  # fmt: skip
+                ), modes)  # fmt: skip
 
-    def _fill_order(self, base: PlanChoice) -> None:
+    def _fill_order(self, base: PlanChoice, modes: Sequence[ShardParameters]) -> None:
         info = schedule_info(base.schedule)
         n_layers = self.problem.n_layers
-        if base.n_stages > max(n_layers, 1) + 1:
+        if base.n_stages > max(n_layers, 1) + 1 + (base.pipeline_parallel == 1):
             reason = (
                 f"{n_layers} layers are too few for {base.n_stages} stages, of which each device "
                 f"has n_chunks={base.n_chunks}"
@@ -233,7 +233,7 @@ class Listing:
         if reason := setting_reason(self.problem, base):
             self.invalid.append(invalid(base, reason))
             return
-        for choice in self._variants(base):
+        for choice in self._variants(base, modes):
             reason, names = self._features.reason(choice)
             if reason:
                 settings = {name: getattr(choice, name) for name in names}
@@ -248,7 +248,7 @@ class Listing:
             else:
                 self.choices.append(choice)
 
-    def _variants(self, base: PlanChoice) -> Iterator[PlanChoice]:
+    def _variants(self, base: PlanChoice, modes: Sequence[ShardParameters]) -> Iterator[PlanChoice]:
         """Yield configurations with the same order that differ in their other settings."""
         space, dp, tp = self.space, base.data_parallel, base.tensor_parallel
         model = self.problem.model
@@ -265,7 +265,7 @@ class Listing:
             self._flags("shard_optimizer", dp > 1),
             self._flags("sequence_parallel", splits_sequence),
             sizes,
-            space.shard_parameters or ("none",),
+            modes,
             space.offload or ("none",),
         )
         sharded_alone = space.shard_optimizer is None or False in space.shard_optimizer
@@ -290,16 +290,24 @@ class Listing:
         values: tuple[bool, ...] | None = getattr(self.space, name)
         return (values or (False, True)) if applies else (False,)
 
-    def _orders(self, pp: int) -> Iterator[tuple[str, int, int]]:
-        """Yield schedules, their numbers of chunks and slices."""
-        counts = self.space.n_slices or (1,)
+    def _orders(self, pp: int) -> Iterator[tuple[str, int, int, Sequence[ShardParameters]]]:
+        """Yield schedules, their numbers of chunks and slices, and how they share parameters.
+
+        One device that shares parameters runs its stages one after the other, by default layers.
+        """
+        counts, modes = self.space.n_slices or (1,), self.space.shard_parameters or ("none",)
+        shared = [mode for mode in modes if mode != "none"]
+        if pp == 1 and shared and 1 in counts:
+            for chunks in self.space.n_chunks or (possible_settings.layer_stages(self.problem),):
+                yield "naive", chunks, 1, shared
         for name in self._names(pp, counts):
             slices = [n for n in counts if (n > 1) == takes_slices(name)]
             if not slices:
                 self._rule_out_slices(name, counts)
             for n in slices:
-                for chunks in self._chunks(name, pp, n):
-                    yield name, chunks, n
+                own = [x for x in modes if pp > 1 or n > 1 or x == "none"]
+                for chunks in self._chunks(name, pp, n) if own else ():
+                    yield name, chunks, n, own
 
     def _names(self, pp: int, counts: Sequence[int]) -> Sequence[str]:
         """Return the schedules; without stages to order, 1F1B alone, and Seq1F1B of slices."""
@@ -330,7 +338,7 @@ class Listing:
             self._rule_out_once(partial_choice(pipeline_parallel=pp, schedule=name), str(error))
             return ()
         if chunks is None:
-            return self.space.n_chunks or possible_settings.chunk_counts(self.problem, pp)
+            return self.space.n_chunks or possible_settings.chunk_counts(self.problem, name, pp)
         if self.space.n_chunks is None or chunks in self.space.n_chunks:
             return (chunks,)
         stages = "1 stage" if chunks == 1 else f"{chunks} stages"

@@ -21,7 +21,7 @@ from pipesim.framework.framework import Framework, TensorOverlap
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
-from pipesim.planning.choice import PlanChoice, placement_of
+from pipesim.planning.choice import PlanChoice, layer_by_layer, placement_of
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout, Placement
 from pipesim.utils.files import read_text
@@ -66,8 +66,8 @@ def torchtitan_toml(
     """Return the settings of a configuration as TOML; see `Plan.to_torchtitan`."""
     _check(choice, layout)
     _check_sharing(choice, model)
-    name = _placement_name(choice) if schedule_csv else _schedule_name(choice)
     p = choice.pipeline_parallel
+    name = _placement_name(choice) if schedule_csv else _schedule_name(choice) if p > 1 else ""
     local = choice.microbatch_size * (choice.n_microbatches if p > 1 else 1)
     training: dict[str, object] = {"local_batch_size": local, "global_batch_size": global_batch}
     if isinstance(model, Transformer):
@@ -167,7 +167,7 @@ def _placement_name(choice: PlanChoice) -> str:
 
 def _schedule_name(choice: PlanChoice) -> str:
     """Return the schedule of torch with the order of a configuration; raise if it has none."""
-    p, torch = choice.pipeline_parallel, _SCHEDULES.get(choice.schedule)
+    torch = _SCHEDULES.get(choice.schedule)
     advice = "give the order as a file, schedule_csv=..."
     if torch is None:
         raise ArgumentError(
@@ -179,10 +179,11 @@ def _schedule_name(choice: PlanChoice) -> str:
             f"torchtitan knows {choice.schedule} for equal stages only, and this order is made for "
             f"its costs; {advice}"
         )
-    if p > 1 and not torch.runs(choice):
+    if not torch.runs(choice):
         raise ArgumentError(
-            f"torch's {torch.name} needs {torch.needs}; got pipeline_parallel={p}, n_chunks="
-            f"{choice.n_chunks} and n_microbatches={choice.n_microbatches}"
+            f"torch's {torch.name} needs {torch.needs}; got pipeline_parallel="
+            f"{choice.pipeline_parallel}, n_chunks={choice.n_chunks} and n_microbatches="
+            f"{choice.n_microbatches}"
         )
     return torch.name
 
@@ -190,7 +191,7 @@ def _schedule_name(choice: PlanChoice) -> str:
 def _check(choice: PlanChoice, layout: Layout) -> None:
     """Raise `ArgumentError` for a configuration that torchtitan cannot run."""
     p, t = choice.pipeline_parallel, choice.tensor_parallel
-    if p == 1 and choice.schedule != "1f1b":
+    if p == 1 and choice.schedule != "1f1b" and not choice.is_layer_by_layer:
         raise ArgumentError(
             "torchtitan without a pipeline runs micro-batches one after the other, as 1f1b on one "
             f"device; got schedule={choice.schedule!r}"
@@ -342,9 +343,11 @@ def read_torchtitan(
         expert_parallel=x,
         shard_parameters=shard_parameters,
     )
+    accumulates = choice.shards_parameters and p == 1
     return TrainerSettings(
-        choice,
+        layer_by_layer(choice),
         batch,
+        grad_sync="every" if accumulates else "last",
         expert_tensor_parallel=tables.count("parallelism", "expert_tensor_parallel_degree", 1),
         framework=_framework(tables),
         schedule_csv=csv,

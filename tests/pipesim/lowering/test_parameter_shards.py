@@ -104,6 +104,27 @@ def test_two_stages_on_a_device() -> None:
     )
 
 
+def test_layer_by_layer() -> None:
+    """FSDP: a layer is gathered and reduced beside the compute of its neighbours.
+
+    At most two layers are gathered. Shares of three are 66 bytes, gathered layers 8 and gradients
+    20 each: the fullest moment is 1B, beside the reduction of stage 2.
+    """
+    layers = ps.schedule("naive", 1, 1, n_chunks=3)
+    timeline = simulate(layers, "every", grad_sync="every")
+    assert drawn(timeline) == grid(
+        """
+        0            | ... 0F0 1F0 2F0 ... 2B0 2B0 1B0 1B0 0B0 0B0 ... ... ST ST ST
+        0 unshard    | 0U0 1U0 2U0 ... 2U0 1U0 ... 0U0 ... ... ... ... ... ... ... ...
+        0 collective | ... ... ... ... ... ... ... RG RG RG RG RG RG ... ... ...
+    """.replace("...", "..")
+    )
+    frame = over_time(timeline)
+    gathered = frame[(frame["device"] == 0) & (frame["time"] < 4)]["nbytes"].max()
+    assert gathered == 66 + 2 * 8
+    assert timeline.memory.peak.tolist() == [66 + 2 * 8 + 2 * 20] * 2
+
+
 def test_on_the_compute_stream() -> None:
     """Without overlap, gathers and reductions are on the compute stream, right before the uses."""
     timeline = simulate(ps.schedule("gpipe", 1, 2), "every", overlap=False)

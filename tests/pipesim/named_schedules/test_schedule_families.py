@@ -92,6 +92,13 @@ DRAWN = {
         0 | F0 .. .. .. B0 B0 F1 .. .. .. B1 B1
         1 | .. F0 B0 B0 .. .. .. F1 B1 B1 .. ..
     """,
+    "naive(2, 1, n_chunks=2)": """
+        0 | 0F0 ..  2F0 ..  ..  ..  2B0 2B0 ..  ..  0B0 0B0
+        1 | ..  1F0 ..  3F0 3B0 3B0 ..  ..  1B0 1B0 ..  ..
+    """,
+    "naive(1, 2, n_chunks=2)": """
+        0 | 0F0 1F0 1B0 1B0 0B0 0B0 0F1 1F1 1B1 1B1 0B1 0B1
+    """,
     "eager_1f1b(3, 2)": """
         0 | F0 F1 .. .. .. .. .. B0 B0 .. B1 B1
         1 | .. F0 F1 .. .. B0 B0 .. B1 B1 .. ..
@@ -362,6 +369,7 @@ def test_counts_that_have_no_order(name: str, p: int, m: int, message: str) -> N
         ("interleaved_1f1b", "n_chunks"),
         ("interleaved_zb", "n_chunks"),
         ("looped_bfs", "n_chunks"),
+        ("naive", "n_chunks"),
         ("hanayo", "n_waves"),
     ],
 )

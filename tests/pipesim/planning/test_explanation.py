@@ -204,7 +204,7 @@ def test_reasons_of_tied_embeddings_and_of_one_stage() -> None:
     alone = replace(CHOICE, pipeline_parallel=1, layers_per_stage=(8,))
     other = one | {"imbalance": 2.0}
     single = explanation((alone, SPLIT), (one, other), (memory, memory)).sentences()[0]
-    assert "; all layers in 1 stage, against 1 to 3 layers in each of 4 stages" in single
+    assert "; all layers in 1 stage of one device, against 1 to 3 layers in each of 4" in single
 
 
 def test_memory_is_that_of_the_fullest_device() -> None:

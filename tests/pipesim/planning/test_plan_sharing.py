@@ -67,7 +67,7 @@ def by_hand(
         slices=choice.n_slices,
     )  # fmt: skip
     options: dict[str, Any] = {}
-    if choice.schedule in ("interleaved_1f1b", "slimpipe"):
+    if choice.schedule in ("interleaved_1f1b", "naive", "slimpipe"):
         options["n_chunks"] = choice.n_chunks
     if choice.n_slices > 1:
         options["n_slices"] = choice.n_slices
@@ -81,7 +81,8 @@ def by_hand(
     graph = ps.lower(
         schedule, n_replicas=choice.data_parallel, layout="stage_major",
         shard_optimizer=choice.shard_optimizer, shard_parameters=choice.shard_parameters,
-        offload=choice.offload, **experts,
+        offload=choice.offload, grad_sync="every" if choice.schedule == "naive" else "last",
+        **experts,
     )  # fmt: skip
     return ps.simulate(graph, costs)
 
@@ -94,6 +95,8 @@ def by_hand(
         (EXPERTS, {"expert_parallel": 2, "schedules": "dualpipev"}),
         (DENSE, {"context_parallel": 2, "schedules": "zb_h1"}),
         (DENSE, {"shard_parameters": "every", "schedules": "1f1b"}),
+        (DENSE, {"shard_parameters": "every", "pipeline_parallel": 1}),
+        (EXPERTS, {"shard_parameters": 2, "pipeline_parallel": 1, "expert_parallel": 4}),
         (DENSE, {"shard_parameters": 1, "schedules": "interleaved_1f1b", "n_chunks": 3}),
         (DENSE, {"offload": 0.5, "schedules": "zb_h1"}),
         (DENSE, {"offload": "longest:0.5", "schedules": "interleaved_1f1b", "n_chunks": 3}),
@@ -108,9 +111,10 @@ def test_steps_and_memory_are_those_of_public_functions(
     model: ps.Transformer, options: dict[str, Any]
 ) -> None:
     """Each configuration takes the time and the bytes of costs, graph and simulation by hand."""
+    usual = {**QUICK, "pipeline_parallel": 2, "expert_parallel": 1}
     plans = ps.plan(
-        model, CLUSTER, pipeline_parallel=2, tensor_parallel=[1, 2], microbatch_size=1,
-        n_best=10**6, split="balanced", **{**QUICK, "expert_parallel": 1, **options},
+        model, CLUSTER, tensor_parallel=[1, 2], microbatch_size=1, n_best=10**6, split="balanced",
+        **{**usual, **options},
     )  # fmt: skip
     assert plans.ranked
     for row in plans.ranked:
@@ -120,6 +124,40 @@ def test_steps_and_memory_are_those_of_public_functions(
     columns = {name: value for name, value in options.items() if name != "schedules"}
     for name, value in columns.items():
         assert {str(x) for x in plans.table[name]} == {str(value)}
+
+
+def test_one_device_gathers_layer_by_layer() -> None:
+    """Each layer, the embedding and the head are stages; micro-batches follow each other.
+
+    There is one such configuration, whatever the schedules. Whole parameters are one stage.
+    """
+    options: dict[str, Any] = {**QUICK, "tensor_parallel": 1, "pipeline_parallel": 1,
+                               "microbatch_size": 1, "shard_optimizer": False}  # fmt: skip
+    plans = ps.plan(DENSE, CLUSTER, shard_parameters=["none", "every", "step"], **options)
+    layers = {row.choice.shard_parameters: row.choice for row in plans.ranked}
+    assert sum(plans.counts.values()) == len(layers) == 3
+    assert (layers["none"].schedule, layers["none"].layers_per_stage) == ("1f1b", (6,))
+    for mode in ("every", "step"):
+        assert (layers[mode].schedule, layers[mode].n_chunks) == ("naive", 8)
+        assert layers[mode].layers_per_stage == (0, 1, 1, 1, 1, 1, 1, 0)
+    every, whole = (
+        ps.plan(DENSE, CLUSTER, shard_parameters="every", n_chunks=n, **options).best
+        for n in (None, 1)
+    )
+    assert every.graph.grad_sync == "every"
+    assert every.evaluation.memory < whole.evaluation.memory
+    last = ps.plan(DENSE, CLUSTER, shard_parameters="every", grad_sync="last", **options).best
+    assert last.graph.grad_sync == "last"
+    assert last.evaluation.memory > every.evaluation.memory  # whole gradients wait
+    even = ps.plan(DENSE, CLUSTER, shard_parameters="every", split="even", **options).best
+    assert even.choice == every.choice
+    assert plans.choice(shard_parameters="every") == every.choice
+    assert ps.read_megatron(every.to_megatron(), n_layers=6, n_gpus=8).choice == every.choice
+    assert ps.read_torchtitan(every.to_torchtitan(), n_layers=6, n_gpus=8).choice == every.choice
+    measured = ps.Layers({"forward": [1, 1], "backward": [2, 2], "parameter_bytes": [8, 8],
+                          "activation_bytes": [1, 1]})  # fmt: skip
+    plans = ps.plan(measured, CLUSTER, shard_parameters="every", **options | {"recompute": None})
+    assert plans.best.choice.layers_per_stage == (1, 1)
 
 
 #: Problems by name: model, cluster, and the allocator's reserve.

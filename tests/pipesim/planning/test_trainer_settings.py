@@ -16,7 +16,7 @@ import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError
 from pipesim.lowering.framework_options import FrameworkOptions
 from pipesim.planning import TrainerSettings
-from pipesim.planning.choice import PlanChoice
+from pipesim.planning.choice import PlanChoice, layer_by_layer
 from pipesim.planning.megatron import OFFLOADED, Flags, megatron_flags
 from pipesim.planning.torchtitan import torchtitan_toml
 
@@ -38,7 +38,7 @@ def choices(schedules: dict[str, int]) -> Iterator[PlanChoice]:
         if (sharing != ("none", False) and replicas == 1) or (name != "1f1b" and p == 1):
             continue
         for layers in LAYERS.get(p * v, []):
-            yield PlanChoice(
+            yield layer_by_layer(PlanChoice(
                 tensor_parallel=t,
                 pipeline_parallel=p,
                 data_parallel=replicas,
@@ -53,7 +53,7 @@ def choices(schedules: dict[str, int]) -> Iterator[PlanChoice]:
                 context_parallel=context,
                 expert_parallel=experts,
                 shard_parameters=sharing[0],  # type: ignore[arg-type]
-            )
+            ))  # fmt: skip
 
 
 def batch_of(choice: PlanChoice) -> int:
@@ -103,7 +103,9 @@ def test_every_choice_of_torchtitan() -> None:
         settings = ps.read_torchtitan(toml, n_layers=8, n_gpus=choice.n_gpus)
         expected = choice
         if choice.shard_optimizer:
-            expected = replace(choice, shard_optimizer=False, shard_parameters="step")
+            expected = layer_by_layer(
+                replace(choice, shard_optimizer=False, shard_parameters="step")
+            )
         assert settings.choice == expected
         assert settings.global_batch == batch_of(choice)
         etp = choice.tensor_parallel if choice.expert_parallel > 1 else 1
@@ -189,7 +191,7 @@ def test_a_command_line() -> None:
         (
             "--overlap-grad-reduce --overlap-param-gather --use-megatron-fsdp",
             1,
-            ("last", "after_step"),
+            ("every", "after_step"),
         ),
     ],
 )
@@ -279,6 +281,10 @@ def test_recompute_of_megatron(flags: str, recompute: str) -> None:
 def test_sharding_of_megatron(flags: str, sharing: tuple[str, bool]) -> None:
     choice = ps.read_megatron(f"{LEAST} {flags}", n_gpus=2).choice
     assert (choice.shard_parameters, choice.shard_optimizer) == sharing
+    if sharing[0] == "every":
+        settings = ps.read_megatron(f"{LEAST} {flags} --num-layers 3", n_gpus=2)
+        assert settings.choice.layers_per_stage == (0, 1, 1, 1, 0)
+        assert (settings.schedule.name, settings.graph.grad_sync) == ("naive", "every")
     alone = ps.read_megatron(f"{LEAST} {flags}").choice
     assert (alone.shard_parameters, alone.shard_optimizer) == ("none", False)
 

@@ -260,6 +260,8 @@ def test_simulate_runs_equal_replicas_once(engine: str, monkeypatch: pytest.Monk
         {"shard_optimizer": False},
         {"shard_optimizer": True},
         {"shard_optimizer": True, "framework": ps.Framework.preset("megatron_core_2024")},
+        {"shard_optimizer": False, "shard_parameters": "every", "grad_sync": "every"},
+        {"shard_optimizer": False, "shard_parameters": 1},
     ],
 )
 def test_replica_is_the_first_copy(name: str, options: dict[str, Any]) -> None:
