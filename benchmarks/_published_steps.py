@@ -264,7 +264,7 @@ def _b200() -> PublishedSteps:
         errors.append(abs(case["perf_ms"] / case["real_ms"] - 1))
     constants = ("flops", "network_efficiency")
     return PublishedSteps(
-        "B200", "b200_simumax", _network("dgx_b200"), rows, groups, constants,
+        "B200", "b200", _network("dgx_b200"), rows, groups, constants,
         f"SimuMax {np.mean(errors):.1%} of these",
     )  # fmt: skip
 

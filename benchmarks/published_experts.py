@@ -76,13 +76,13 @@ def step(row: dict[str, Any], rates: Rates) -> ps.Timeline:
 
 def preset_rates() -> Rates:
     """Return the preset of the GPU and of its network."""
-    return ps.GPU.preset("b200_simumax"), ps.Network.preset("dgx_b200", EFFICIENCY).grouped
+    return ps.GPU.preset("b200"), ps.Network.preset("dgx_b200", EFFICIENCY).grouped
 
 
 def dense_rates() -> tuple[Rates, str]:
     """Return constants that suit the dense rows, and their errors on these as text."""
     (dense,) = (steps for steps in published_steps() if steps.name == "B200")
-    gpu = ps.GPU.preset("b200_simumax")
+    gpu = ps.GPU.preset("b200")
     fitted = ps.GPU.fit(
         dense.rows, gpu=gpu, network=dense.network, constants=["flops", "network_efficiency"],
         progress=False,

@@ -7,21 +7,22 @@ Shares of FLOP/s rest on three things, which ``basis`` names:
 
 - *training steps*: the share with which `pipesim.Transformer.costs` predicts published steps best.
   A100: GPT of 22 to 1,000 billion parameters [2]_. H100: Llama 3 405B on 8,192 GPUs, 430 TFLOP/s a
-  GPU [3]_. SimuMax's B200: Llama 3 on 8 GPUs [4]_. Sustained products are slower than short ones on
-  GPUs that reach their power limit: H100 reaches 0.80 in large products and 0.60 in training.
-- *large products*: the best of many shapes of bfloat16 products in torch [1]_. B200 (0.776), B300
-  (0.786) and GB200 (0.729) are assumed to keep as much of it in training as H100, 0.60 / 0.803.
+  GPU [3]_. B200: Llama 3 on 8 GPUs [4]_. Sustained products are slower than short ones on GPUs
+  that reach their power limit: H100 reaches 0.80 in large products and 0.60 in training.
+- *large products*: the best of many shapes of bfloat16 products in torch [1]_. B300 (0.786) and
+  GB200 (0.729) are assumed to keep as much of it in training as H100, 0.60 / 0.803.
 - Otherwise the share of a GPU of the same architecture, or 0.7, is assumed. H20 is far from its
   power limit, and has the share of H100 in large products. A GPU with another power limit is
   assumed to run products at the third root of its ratio, such as (500/700)^(1/3) for an H100 of
   500 W in place of 700 W: power grows with the third power of a clock whose voltage follows. GB300
   has 1,400 W in place of the 1,200 W of GB200 [8]_.
 
-The B200 of SimuMax's release is slower than these. Its own table of products [5]_ has a median of
-0.48 and a most of 0.63 of the nominal FLOP/s for products of 0.5 ms and longer. Those of
-Transformer Engine's table of B300 [7]_ are as long and reach 0.66 to 0.68. Its software is newer
-(CUDA 13.1), and its shapes are those of Llama 3, so that its clock must be lower. Its power limit
-is not published.
+The two sources of B200 differ. SimuMax's table of products [5]_, from the machine of its steps,
+has a median of 0.48 and a most of 0.63 of the nominal FLOP/s for products of 0.5 ms and longer.
+Those of Transformer Engine's table of B300 [7]_ are as long and reach 0.66 to 0.68. NVIDIA's own
+steps on DGX B200 [9]_ suit 0.58, the share of large products (0.776) that H100 keeps: with 0.45
+those of Llama 3 in 8 bits are predicted up to 26 % too long.
+``dataclasses.replace(GPU.preset("b200"), flops=0.58 * 2250e12)`` is such a GPU.
 
 Fused attention has a share of its own where its kernels were measured: 0.54 on B200 (cuDNN) and
 0.69 on A100, for deep heads and many tiles, forward and backward together [5]_. By these and the
@@ -56,6 +57,7 @@ References
 .. [7] NVIDIA, https://github.com/NVIDIA/TransformerEngine,
    docs/examples/gemm_profiling/gemm_profiling.rst
 .. [8] Verda, "GB300 NVL72 architecture", https://verda.com/blog/gb300-nvl72-architecture
+.. [9] NVIDIA, https://github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, 25.11
 """
 
 from __future__ import annotations
@@ -94,9 +96,9 @@ class DataSheet:
         return 1.0 if share is None else share / self.flops_efficiency
 
 
-_A100, _H100, _SIMUMAX = ((x, "training steps") for x in (0.83, 0.60, 0.45))
+_A100, _H100, _B200 = (0.83, "training steps"), (0.60, "training steps"), (0.45, "training steps")
 #: Large products, times the 0.60 / 0.803 of H100.
-_B200, _B300, _GB200 = ((x, "large products, lowered as on H100") for x in (0.58, 0.59, 0.54))
+_B300, _GB200 = ((x, "large products, lowered as on H100") for x in (0.59, 0.54))
 _GB300 = 0.57, "as GB200 of 1,200 W, times (1400/1200)^(1/3)"
 _A100_PCIE, _MI250X = (0.81, "large products"), (0.77, "large products")
 _MI300X, _MI325X = (0.51, "large products"), (0.60, "large products")
@@ -159,9 +161,6 @@ DATA_SHEETS = {
                      product_ratios=_HOPPER),
     "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, 148, *_B200, 5,
                       attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
-    "b200_simumax": DataSheet("NVIDIA B200 SXM 180 GB of SimuMax's release", 2250e12, 8000e9, 180e9,
-                              148, *_SIMUMAX, 5, attention_efficiency=_ON_B200,
-                              product_ratios=_BLACKWELL),
     "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, 148, *_GB200, 6,
                        attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
     "b300": DataSheet("NVIDIA B300 SXM 270 GB", 2250e12, 8000e9, 270e9, 148, *_B300, 14,

@@ -35,7 +35,7 @@ def step(row: dict[str, Any]) -> ps.Timeline:
         sequence_length=int(length[1]) if length else 4096,
     )  # fmt: skip
     costs = model.costs(
-        p, microbatch_size=1, gpu="b200_simumax", flash_attention=True, fused_loss=True,
+        p, microbatch_size=1, gpu="b200", flash_attention=True, fused_loss=True,
         partition="even", context_exchange="all_to_all", network=layout.network("dgx_b200", 0.7),
         gradient_passes=True, **layout.sharding,
     )  # fmt: skip

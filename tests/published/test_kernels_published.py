@@ -19,7 +19,7 @@ from pipesim.models.layer_kernels import KernelSizes
 from pipesim.models.shard_sizes import Matrix
 
 MEASURED = json.loads((Path(__file__).parent / "simumax_kernels.json").read_text())["expected"]
-GPUS = ("a100_pcie", "b200_simumax")
+GPUS = ("a100_pcie", "b200")
 LLAMA = ps.Transformer.preset("llama3_70b", n_layers=1)
 LATENT = ps.Transformer.preset("deepseek_v2", n_layers=1)
 
@@ -55,8 +55,8 @@ def test_attention_is_as_fast_as_measured(name: str) -> None:
 
 def test_attention_to_long_sequences() -> None:
     """32,768 and 131,072 tokens on B200: within 13 %, but for one kernel of 25 %."""
-    gpu = ps.GPU.preset("b200_simumax")
-    rows = [row for row in MEASURED["b200_simumax"]["attention"] if row[0] > 4096]
+    gpu = ps.GPU.preset("b200")
+    rows = [row for row in MEASURED["b200"]["attention"] if row[0] > 4096]
     ratios = sorted(attention_seconds(gpu, *row[:3]) / measured_seconds(gpu, row) for row in rows)
     assert len(ratios) == 6
     assert ratios[:-1] == pytest.approx([1] * 5, rel=0.13)
@@ -87,5 +87,5 @@ def test_products_of_experts(name: str) -> None:
             for row in rows
         ]  # fmt: skip
         errors[is_grouped] = float(np.abs(np.log(ratios)).mean())
-    expected = {"a100_pcie": (0.15, 0.20), "b200_simumax": (0.17, 0.31)}[name]
+    expected = {"a100_pcie": (0.15, 0.20), "b200": (0.17, 0.31)}[name]
     assert (errors[True], errors[False]) == pytest.approx(expected, abs=0.01)
