@@ -174,6 +174,7 @@ def _row(run: Mapping[str, Any]) -> dict[str, Any]:
         "fused_loss": run.get("fused_loss", False),
         "precision": run.get("precision", "bf16"),
         "expert_parallel": run.get("ep", 1),
+        "mtp_layers": run.get("mtp", 0),
         "n_devices": depth,
         "n_replicas": run["n_gpus"] // (tensor * context * depth),
         **dict(_order(run)),

@@ -402,7 +402,36 @@ def head_kernels(shard: Shard) -> OperationKernels:
     subtraction, exponentials, their sum, and the probabilities that the backward keeps. A fused
     loss reads the logits for the sums of exponentials, and again to replace them by their gradient,
     which the backward multiplies by that of the loss.
+
+    Each of ``mtp_layers`` has all of these once more, and what comes before its layer: embedding of
+    the next tokens, norms of it and of the last layer's output, their concatenation, and its map
+    (Megatron-LM, ``multi_token_prediction.py``).
     """
+    own, n = _head(shard), shard.model.mtp_layers
+    if not n:
+        return own
+    before = _mtp_inputs(shard)
+    return OperationKernels(
+        own.forward + n * (before.forward + own.forward),
+        own.input_grad + n * (own.input_grad + before.input_grad),
+        own.weight_grad + n * (own.weight_grad + before.weight_grad),
+    )
+
+
+def _mtp_inputs(shard: Shard) -> OperationKernels:
+    sizes, embedding, h = KernelSizes(shard), embedding_kernels(shard), shard.model.hidden_size
+    norm, _ = _norm_and_residual(sizes)
+    e, wide = shard.model.bytes_per_activation, Matrix(2 * h, h / shard.tensor_parallel)
+    both = (Kernel("concatenation", nbytes=4 * e * h * sizes.share),)
+    return OperationKernels(
+        embedding.forward + 2 * norm.forward + both + sizes.forward_product("mtp", wide),
+        sizes.input_grad("mtp", wide) + both + 2 * norm.input_grad + embedding.input_grad,
+        sizes.weight_grad("mtp", wide, bias=False) + 2 * norm.weight_grad + embedding.weight_grad,
+    )
+
+
+def _head(shard: Shard) -> OperationKernels:
+    """Return the kernels of one final norm, LM head and loss."""
     sizes, model, t = KernelSizes(shard), shard.model, shard.tensor_parallel
     h, v, e = model.hidden_size, model.vocabulary_size / t, model.bytes_per_activation
     logits = v * sizes.tokens

@@ -35,7 +35,7 @@ _OF_EXPERTS = (
 )  # fmt: skip
 _OF_LATENT = ("query_rank", "rope_head_size", "value_head_size")
 #: Sizes that only some models have; 0 for others.
-SIZES_OF_SOME = ("n_experts", *_OF_EXPERTS, "kv_rank", *_OF_LATENT)
+SIZES_OF_SOME = ("n_experts", *_OF_EXPERTS, "kv_rank", *_OF_LATENT, "mtp_layers")
 
 
 def attention_matrices(model: Transformer) -> int:
@@ -60,6 +60,18 @@ def attention_biases(model: Transformer) -> int:
 def latent_norms(model: Transformer) -> int:
     """Return the parameters of the norms of latent vectors: c + l; 0 without."""
     return model.query_rank + model.kv_rank
+
+
+def mtp_matrix(model: Transformer) -> int:
+    """Return the parameters of the map before the layer of one of ``mtp_layers``: 2hh."""
+    return 2 * model.hidden_size**2
+
+
+def end_flops(model: Transformer, microbatch_size: int) -> int:
+    """Return the FLOPs behind the last layer, forward: LM heads, and maps of ``mtp_layers``."""
+    maps = 2 * microbatch_size * model.sequence_length * mtp_matrix(model)
+    head = model.head_flops(microbatch_size)
+    return head + model.mtp_layers * (head + maps)
 
 
 def expert_matrix(model: Transformer) -> int:

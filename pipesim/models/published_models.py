@@ -2,7 +2,8 @@
 
 Vocabularies are those of the models; training frameworks pad them to a multiple of 128 or more.
 Norms of queries and keys (Qwen3), which have 2 parameters an element of a head, are left out. So
-are DeepSeek-V3's module that predicts a second token, and its biases of routers. Of GPT-OSS, biases
+are the biases of DeepSeek-V3's routers, and its module that predicts a second token, which
+``mtp_layers=1`` adds. Of GPT-OSS, biases
 and sinks are left out, and windows of 128 tokens, which each other layer has: its attention is that
 of full sequences. Llama 3.1 has the sizes of Llama 3.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pipesim.costs.layer_split import LayerPartition, Split, checked_split
 from pipesim.errors import ArgumentError
-from pipesim.models.model_sizes import OptionalSize, check_divides, check_size
+from pipesim.models.model_sizes import OptionalSize, check_divides, check_size, mtp_matrix
 from pipesim.models.parallel import Parallel
 from pipesim.models.placed_split import stage_sizes
 from pipesim.models.precision import FORMATS
@@ -216,7 +216,8 @@ class Shard(Parallel):
 
         4sbh/t(1 + v/h) with sequence parallelism (arXiv 2205.05198, section 4.3), else
         4sbh + 4sbv/t. They are not recomputed. The vocabulary is not padded. With ``fused_loss``,
-        logits have 16 bits.
+        logits have 16 bits. Each of ``mtp_layers`` keeps as many, and the inputs of two norms and
+        of the map of 2h to h.
         """
         return kept_bytes(head_operations(self))
 
@@ -259,11 +260,17 @@ class Shard(Parallel):
 
     @property
     def head_parameters(self) -> float:
-        """Parameters of final norm and LM head; the norm is whole."""
-        return self._split_parameters(self.model.head_parameters, self.model.norm_parameters)
+        """Parameters of final norm and LM head, and of ``mtp_layers`` without their layers.
+
+        Norms are whole.
+        """
+        model = self.model
+        own = self._split_parameters(model.head_parameters, model.norm_parameters)
+        norms = 3 * model.norm_parameters
+        return own + model.mtp_layers * self._split_parameters(mtp_matrix(model) + norms, norms)
 
     def stage_parameters(self, layers_per_stage: Split) -> tuple[float, ...]:
-        """Return the parameters of each stage; the last of several has a copy of a tied matrix.
+        """Return the parameters of each stage; the last of several has a copy of a shared matrix.
 
         Parameters
         ----------
@@ -358,6 +365,7 @@ class Shard(Parallel):
         """
         sizes = self._sizes(layers_per_stage)
         model, parameters = self.model, self.stage_parameters(sizes)
+        mtp = model.mtp_layers
         logit_size = model.bytes_per_activation if self.fused_loss else FP32_BYTES
         logit_bytes = self.tokens * logit_size * model.vocabulary_size / self.tensor_parallel
         return {
@@ -370,13 +378,14 @@ class Shard(Parallel):
                 self.head_activation_bytes,
                 experts=self.expert_layer_activation_bytes,
             ),
-            # Embedding: the gradient of its output. Head: its input and the gradient of the logits.
+            # Embedding: the gradient of its output. Head: its input and the gradient of the logits;
+            # MTP: those, and input and output of its map.
             "weight_grad_bytes": per_stage(
                 model,
                 sizes,
                 self.layer_weight_grad_bytes,
                 self._input_bytes,
-                self._input_bytes + logit_bytes,
+                self._input_bytes + logit_bytes + mtp * (4 * self._input_bytes + logit_bytes),
                 experts=self.expert_layer_weight_grad_bytes,
             ),
             "parameter_bytes": tuple(n * model.bytes_per_parameter for n in parameters),
@@ -418,10 +427,10 @@ class Shard(Parallel):
 
     @property
     def copied_parameters(self) -> float:
-        """Parameters of the last stage's copy of a tied matrix."""
+        """Parameters of the last stage's copy of the embedding, for a tied head or MTP."""
         model = self.model
         matrix = model.vocabulary_size * model.hidden_size / self.tensor_parallel
-        return matrix if model.tied_embeddings else 0.0
+        return matrix if model.tied_embeddings or model.mtp_layers else 0.0
 
     def _split_parameters(self, total: int, whole: int) -> float:
         """Return the parameters on one GPU, of ``total`` of which ``whole`` are not split."""

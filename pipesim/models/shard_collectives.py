@@ -226,13 +226,18 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
         one, two = Collective(nbytes), Collective(nbytes, n_collectives=2)
         has_gate = shard.framework.separate_gate and model.gated_mlp
         back = two._replace(n_collectives=2 + has_gate)
+        out = (Collective(nbytes, is_half=True), Collective(2 * nbytes))
         return GroupCollectives(
             PartCollectives((two,), (back,), (), (two,) if full else ()),
             PartCollectives((one,)),
-            PartCollectives((loss,), (one,)),
+            _with_mtp(
+                shard,
+                PartCollectives((loss,), (one,)),
+                PartCollectives((one, out[0]), (out[1],)),
+            ),
             *_whole_expert_collectives(shard, one),
         )
-    half = Collective(nbytes, is_half=True)
+    half, wide = Collective(nbytes, is_half=True), Collective(2 * nbytes, is_half=True)
     gather = _gather(shard)
     gathers, scatters = gather._replace(n_collectives=2), half._replace(n_collectives=2)
     both = (gathers, scatters)
@@ -244,9 +249,24 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
     return GroupCollectives(
         layer,
         PartCollectives((half,), (half,)),
-        PartCollectives((half, loss), (half,), (half,)),
+        _with_mtp(
+            shard,
+            PartCollectives((half, loss), (half,), (half,)),
+            PartCollectives((half, wide, half), (half, wide, half), (wide,)),
+        ),
         *_expert_collectives(shard, half),
     )
+
+
+def _with_mtp(shard: Shard, head: PartCollectives, inputs: PartCollectives) -> PartCollectives:
+    """Return the collectives of the head with those of ``mtp_layers``, each of which has a head.
+
+    ``inputs`` are those of the embedding and of the map of 2h to h elements, whose outputs are
+    gathered.
+    """
+    n = shard.model.mtp_layers
+    module = map(tuple.__add__, head, inputs)
+    return PartCollectives(*(own + n * more for own, more in zip(head, module, strict=True)))
 
 
 def _gather(shard: Shard) -> Collective:

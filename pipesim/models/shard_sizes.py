@@ -109,7 +109,7 @@ def fuses_weight_grads(shard: Shard) -> bool:
 
 
 class StageKey(NamedTuple):
-    """Layers of a stage on which its values depend."""
+    """Layers of a stage on which its values depend; those of ``mtp_layers`` are among them."""
 
     n_dense: int  # layers without experts
     n_experts: int  # layers with experts
@@ -127,10 +127,15 @@ class StageKey(NamedTuple):
 def stage_keys(model: Transformer, sizes: Sequence[int]) -> list[StageKey]:
     """Return the layers of each stage, given their number; the model's first ones are dense."""
     end, keys, dense = len(sizes) - 1, [], model.n_layers - model.n_expert_layers
+    mtp = model.mtp_layers
     for stage, n in enumerate(sizes):
         n_dense = min(n, dense)
         dense -= n_dense
-        keys.append(StageKey(n_dense, n - n_dense, stage == 0, stage == end))
+        n_experts = n - n_dense
+        if mtp and stage == end:
+            n_dense += mtp * (model.n_expert_layers == 0)
+            n_experts += mtp * (model.n_expert_layers > 0)
+        keys.append(StageKey(n_dense, n_experts, stage == 0, stage == end))
     return keys
 
 

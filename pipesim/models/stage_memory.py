@@ -244,7 +244,7 @@ def embedding_operations(shard: Shard) -> tuple[Operation, ...]:
 
 @lru_cache(maxsize=256)
 def head_operations(shard: Shard) -> tuple[Operation, ...]:
-    """Return final norm, LM head and loss.
+    """Return final norm, LM head and loss; and those of ``mtp_layers`` with what comes before them.
 
     The loss is Megatron-LM's cross-entropy: a copy of the logits in 32 bits becomes their softmax,
     which is kept, and then their gradient, of which the LM head gets a copy in 16 bits. A fused
@@ -257,7 +257,7 @@ def head_operations(shard: Shard) -> tuple[Operation, ...]:
     loss = Operation("loss", x.softmax, x.logits, x.logits)
     if shard.fused_loss:
         loss = Operation("loss", x.logits, 0.0, 0.0)
-    return (
+    head = (
         Operation("norm", x.hidden, x.hidden, 2 * x.hidden),
         Operation(
             "logits",
@@ -267,6 +267,20 @@ def head_operations(shard: Shard) -> tuple[Operation, ...]:
         ),
         loss,
     )
+    gradient = model.bytes_per_parameter * elements(
+        Matrix(2 * model.hidden_size, model.hidden_size / shard.tensor_parallel)
+    )
+    inputs = (
+        Operation("embedding", x.mask, x.all_hidden + x.hidden, x.hidden + x.gathered + weight),
+        Operation("norms", 2 * x.hidden, 2 * x.hidden, 6 * x.hidden),
+        Operation(
+            "map",
+            2 * x.hidden,
+            2 * x.gathered + x.all_hidden,
+            2 * (x.all_hidden + x.gathered) + x.hidden + gradient,
+        ),
+    )
+    return head + model.mtp_layers * (inputs + head)
 
 
 def kept_bytes(operations: Iterable[Operation]) -> float:

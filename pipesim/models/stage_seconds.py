@@ -22,7 +22,7 @@ from pipesim.models.layer_kernels import (
     layer_kernels,
     layer_segments,
 )
-from pipesim.models.model_sizes import checked_value, expert_matrix
+from pipesim.models.model_sizes import checked_value, end_flops, expert_matrix
 from pipesim.models.precision import FORMATS
 from pipesim.models.shard_collectives import (
     AnyCollective,
@@ -65,9 +65,11 @@ class RateSeconds:
     @property
     def parts(self) -> tuple[float, float, float]:
         """See `StageSeconds`; the embedding takes 0."""
-        model, b = self.shard.model, self.shard.microbatch_size
+        model = self.shard.model
         layer = mean_layer(model, self._both(experts=False), self._both(experts=True))
-        return layer / self._rate, 0.0, 3 * model.head_flops(b) / self._rate
+        last: float = 3 * end_flops(model, self.shard.microbatch_size)
+        last += model.mtp_layers * self._both(experts=model.n_expert_layers > 0)
+        return layer / self._rate, 0.0, last / self._rate
 
     @property
     def layers(self) -> list[float]:
@@ -77,8 +79,8 @@ class RateSeconds:
 
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """See `StageSeconds`."""
-        model, b, rate = self.shard.model, self.shard.microbatch_size, self._rate
-        head = model.head_flops(b) / rate
+        model, rate = self.shard.model, self._rate
+        head = end_flops(model, self.shard.microbatch_size) / rate
 
         def stage_values(cores: int, linears: int, last: float, again: bool) -> tuple[float, ...]:
             dense, expert = (
@@ -90,7 +92,7 @@ class RateSeconds:
         forward = stage_values(1, 1, head, again=False)
         return {
             "forward": forward,
-            "backward": stage_values(2, 2, 2 * model.head_flops(b) / rate, again=True),
+            "backward": stage_values(2, 2, 2 * head, again=True),
             "input_grad": stage_values(2, 1, head, again=True),
             "weight_grad": stage_values(0, 1, head, again=False),
             "recompute": forward,
@@ -265,7 +267,9 @@ class GpuSeconds:
             sum(self._seconds(work[name]) for name in ("forward", "backward"))
             for work in (self._layer, self._embedding, self._head)
         )
-        return mean_layer(self.shard.model, layer, self._expert_layer_seconds), embedding, head
+        model, experts = self.shard.model, self._expert_layer_seconds
+        head += model.mtp_layers * (experts if model.n_expert_layers else layer)
+        return mean_layer(model, layer, experts), embedding, head
 
     @property
     def layers(self) -> list[float]:

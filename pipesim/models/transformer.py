@@ -11,7 +11,8 @@ Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", arXiv 2205.05198. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 Experts: Jiang et al., "Mixtral of Experts", arXiv 2401.04088. Shared experts and latent attention:
-DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2.
+DeepSeek-AI, "DeepSeek-V2", arXiv 2405.04434, section 2. Prediction of further tokens: DeepSeek-AI,
+"DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from pipesim.models.model_sizes import (
     check_experts,
     check_latent_attention,
     check_size,
+    end_flops,
     expert_matrix,
     latent_norms,
+    mtp_matrix,
 )
 from pipesim.models.parallel import (
     RECOMPUTE,
@@ -122,6 +125,11 @@ class Transformer:
         Groups of consecutive experts, and the number of them that the router picks for a token
         before it picks experts among those ("node-limited routing", arXiv 2412.19437, section
         2.1.2); 0 (the default) for no groups.
+    mtp_layers
+        Modules that predict further tokens (multi-token prediction, MTP), one after another on the
+        last stage; 0 (the default) for none. Each has a layer like the last one, a map of 2h to h
+        elements, and three norms. It computes the LM head and its loss once more, with the
+        matrices of embedding and head; a last stage of several has a copy of the embedding for it.
 
     Examples
     --------
@@ -162,6 +170,7 @@ class Transformer:
     value_head_size: OptionalSize = 0
     expert_groups: OptionalSize = 0
     groups_per_token: OptionalSize = 0
+    mtp_layers: OptionalSize = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)
@@ -284,17 +293,25 @@ class Transformer:
         return self.norm_parameters + matrix
 
     @property
+    def mtp_parameters(self) -> int:
+        """Parameters of one module of `mtp_layers`: a layer, 2hh, and three norms."""
+        layer = self.expert_layer_parameters if self.n_expert_layers else self.layer_parameters
+        return layer + mtp_matrix(self) + 3 * self.norm_parameters
+
+    @property
     def n_parameters(self) -> int:
-        """Parameters of the model; a tied matrix counts once."""
+        """Parameters of the model; a tied matrix, and those that `mtp_layers` share, count once."""
         ends = self.embedding_parameters + self.head_parameters
         layers = (self.n_layers - self.n_expert_layers) * self.layer_parameters
-        return layers + self.n_expert_layers * self.expert_layer_parameters + ends
+        layers += self.n_expert_layers * self.expert_layer_parameters
+        return layers + self.mtp_layers * self.mtp_parameters + ends
 
     @property
     def n_active_parameters(self) -> int:
         """Parameters that one token uses: all but those of experts that it does not go to."""
         unused = self.n_experts - self.experts_per_token
-        return self.n_parameters - self.n_expert_layers * unused * self.expert_parameters
+        layers = self.n_expert_layers + self.mtp_layers * (self.n_expert_layers > 0)
+        return self.n_parameters - layers * unused * self.expert_parameters
 
     def linear_flops(self, microbatch_size: int = 1) -> int:
         """Return the FLOPs of a dense layer's linear maps in the forward.
@@ -407,6 +424,8 @@ class Transformer:
     def step_flops(self, batch_size: int = 1, recompute: LayerRecompute = "none") -> int:
         """Return the FLOPs of a batch: forward, backward (twice as many), and recompute.
 
+        Those of `mtp_layers` are among them.
+
         With GPT-3's shape they are 72BLshh(1 + s/6h + v/12hL) without recompute (arXiv 2205.05198,
         appendix A), and 96BLshh(1 + s/6h + v/16hL) with full recompute (arXiv 2104.04473, equation
         3). Only experts that tokens go to count.
@@ -438,14 +457,16 @@ class Transformer:
         6.2
         """
         check_count("batch_size", batch_size)
-        n_dense = self.n_layers - self.n_expert_layers
+        n_experts, mtp = self.n_expert_layers, self.mtp_layers
+        n_dense = self.n_layers - n_experts + mtp * (n_experts == 0)
+        n_experts += mtp * (n_experts > 0)
         layers = n_dense * self.layer_flops(batch_size)
-        layers += self.n_expert_layers * self.expert_layer_flops(batch_size)
+        layers += n_experts * self.expert_layer_flops(batch_size)
         again = n_dense * self.recomputed_flops(batch_size, recompute)
-        if self.n_expert_layers:
+        if n_experts:
             layer, core = self.expert_layer_flops(batch_size), self.core_flops(batch_size)
-            again += self.n_expert_layers * {"none": 0, "selective": core, "full": layer}[recompute]
-        return 3 * (layers + self.head_flops(batch_size)) + again
+            again += n_experts * {"none": 0, "selective": core, "full": layer}[recompute]
+        return 3 * (layers + end_flops(self, batch_size)) + again
 
     @takes_settings(ParallelSettings)
     def shard(

@@ -17,7 +17,7 @@ from pipesim.costs.costs import Costs, n_stages_of_costs
 from pipesim.costs.rows import ROWS, STAGE_ROWS, CostFields, given_rows
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
-from pipesim.models.model_sizes import SIZES_OF_SOME
+from pipesim.models.model_sizes import SIZES_OF_SOME, end_flops
 from pipesim.models.precision import FORMATS
 from pipesim.models.transformer import Transformer
 from pipesim.network.links import Link, Nodes
@@ -208,6 +208,8 @@ SIZES: Mapping[str, Form] = {
 def transformer_html(model: Transformer) -> str:
     """Return a transformer as two tables: parameters and FLOPs of its parts, and its sizes."""
     n_experts = model.n_expert_layers
+    layer = model.expert_layer_flops() if n_experts else model.layer_flops()
+    mtp_flops = layer + (end_flops(model, 1) - model.head_flops()) // max(1, model.mtp_layers)
     parts = {
         "layer": (model.n_layers - n_experts, model.layer_parameters, model.layer_flops()),
         "layer with experts": (
@@ -217,6 +219,7 @@ def transformer_html(model: Transformer) -> str:
         ),
         "embedding": (1, model.embedding_parameters, 0),
         "norm and LM head": (1, model.head_parameters, model.head_flops()),
+        "multi-token prediction": (model.mtp_layers, model.mtp_parameters, mtp_flops),
     }
     rows = [
         [name, _count(n), *_part_cells(parameters, flops), *_part_cells(n * parameters, n * flops)]
