@@ -49,7 +49,7 @@ class _Source(NamedTuple):
 
 _ALEPH = ps.Framework.preset("aleph_scaling_2023")
 _FOUNDRY = ps.Framework.preset("llm_foundry_2023")
-_NEMO = ps.Framework.preset("nemo_2025")
+_BRIDGE = ps.Framework.preset("megatron_bridge_2025")
 _SOURCES = {
     "aleph-rms": _Source("Aleph", _ALEPH),
     "aleph-unfused-norm": _Source(
@@ -63,9 +63,9 @@ _SOURCES = {
     "foundry-a100_80gb": _Source("MPT, A100 80 GB", _FOUNDRY),
     "foundry-a100_40gb": _Source("MPT, A100 40 GB", _FOUNDRY),
     "megatron-readme": _Source("Megatron README", ps.Framework.preset("megatron_core_2024")),
-    "dgxc": _Source("NeMo", _NEMO),
+    "dgxc": _Source("NeMo", ps.Framework.preset("nemo_2025")),
     **{
-        f"{kind}, {gpu}": _Source(f"{kind}, {gpu.partition('_')[0].upper()}", _NEMO)
+        f"{kind}, {gpu}": _Source(f"{kind}, {gpu.partition('_')[0].upper()}", _BRIDGE)
         for kind in ("Bridge", "Experts")
         for gpu in ("h100_sxm", "b200", "gb200", "gb300")
     },
@@ -123,7 +123,8 @@ def _steps(source: _Source, runs: Iterable[tuple[Mapping[str, Any], float]]) -> 
     rows, groups = [], []
     for run, seconds in runs:
         network = _network(run, source.nic_efficiency)
-        row = {**_row(run), "framework": source.framework, "seconds": seconds}
+        framework = replace(source.framework, **run.get("framework", {}))
+        row = {**_row(run), "framework": framework, "seconds": seconds}
         rows.append(row if run["mbs"] else _fastest(row, run, network))
         groups.append(run.get("group", len(groups)))  # runs of other sizes of model or sequence
     return PublishedSteps(source.name, run["gpu"], network, rows, groups, ("flops",), "-")

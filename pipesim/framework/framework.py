@@ -23,6 +23,7 @@ FusedSums = Literal["wider", "all", "none"]
 GradSync = Literal["last", "bucketed"]
 GatherParameters = Literal["after_step", "before_forward"]
 GradientExchange = Literal["reduce_scatter", "all_reduce"]
+ExpertProducts = Literal["streams", "grouped", "sequential"]
 #: Buckets of the gradients of a stage.
 Buckets = Annotated[int, Range(1, 1000)]
 
@@ -68,6 +69,28 @@ class Framework:
           that they take make the products of the forward 5.5 % slower.
         - ``"async"``: torch's asynchronous tensor parallelism; half of each collective stays,
           assumed from the 8 to 9 % of a step that torchtitan measured.
+    expert_products
+        How the products of a GPU's experts run:
+
+        - ``"streams"`` (the default): one for each expert, several at a time, as Transformer Engine
+          (``multi_stream_cublas_gemm``) for ``--moe-grouped-gemm`` of Megatron-LM.
+        - ``"grouped"``: one kernel, whose tiles have the rows of one expert each (CUTLASS).
+        - ``"sequential"``: one after another (``SequentialMLP`` of Megatron-LM).
+    fused_permute
+        Whether tokens are put in the order of experts, and their results summed, in one kernel each
+        (``--moe-permute-fusion``).
+    fused_router
+        Whether scores, their top k and the auxiliary loss are three kernels
+        (``--moe-router-fusion``); False by default.
+    fused_expert_bias
+        Whether the bias of an expert's result is added in its product. Otherwise Megatron-LM scales
+        it by the token's weight and adds it in 32 bits, expert by expert (``_apply_bias``).
+    expert_padding
+        Whether tokens of each expert are copied to padded places, and back, for products below 16
+        bits (``Fp8Padding`` of Megatron-LM); False by default, as if the dispatch did so.
+    shared_expert_overlap
+        Whether shared experts run behind the exchanges of tokens: their ``up`` behind the dispatch,
+        their ``down`` behind the combine (``--moe-shared-expert-overlap``); False by default.
     fused_sums
         Which products of weight gradients add to their sums (``gradient_accumulation_fusion``);
         otherwise a kernel adds them:
@@ -121,6 +144,12 @@ class Framework:
     separate_gate: bool = False
     attention_copies: bool = False
     tensor_overlap: TensorOverlap = "none"
+    expert_products: ExpertProducts = "streams"
+    fused_permute: bool = True
+    fused_router: bool = False
+    fused_expert_bias: bool = True
+    expert_padding: bool = False
+    shared_expert_overlap: bool = False
     fused_sums: FusedSums = "wider"
     exchange_element_bytes: Amount = 0.0
     gradient_exchange: GradientExchange = "reduce_scatter"
@@ -206,6 +235,7 @@ PRESETS: dict[str, Framework] = {
     "megatron_core_2024": Framework(
         attention_kernel="cudnn",
         tensor_overlap="userbuffers",
+        fused_expert_bias=False,
         grad_sync="bucketed",
         n_buckets=16,
         gather_parameters="before_forward",
@@ -217,6 +247,7 @@ PRESETS: dict[str, Framework] = {
     "nemo_2025": Framework(
         attention_kernel="cudnn",
         tensor_overlap="userbuffers",
+        fused_expert_bias=False,
         fused_sums="all",
         grad_sync="bucketed",
         n_buckets=16,
@@ -224,6 +255,20 @@ PRESETS: dict[str, Framework] = {
         overlap_cost=_OVERLAP_COST,
         source="as megatron_core_2024; NVIDIA/dgxc-benchmarking: grad_sync_dtype bf16 (sums have "
         "16 bits: bytes_per_gradient=2), gradient_accumulation_fusion",
+    ),
+    "megatron_bridge_2025": Framework(
+        attention_kernel="cudnn",
+        tensor_overlap="userbuffers",
+        fused_router=True,
+        fused_expert_bias=False,
+        fused_sums="all",
+        grad_sync="bucketed",
+        n_buckets=16,
+        gather_parameters="before_forward",
+        overlap_cost=_OVERLAP_COST,
+        source="NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0: "
+        "grad_reduce_in_fp32 off (sums have 16 bits: bytes_per_gradient=2), moe_router_fusion, "
+        "moe_permute_fusion, moe_grouped_gemm; else as nemo_2025",
     ),
     "torchtitan_2024": Framework(
         attention_kernel="fa2",

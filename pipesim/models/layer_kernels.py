@@ -34,11 +34,14 @@ rotation        2; backward 2    10; backward 15   queries, and keys
 gated product   3; backward 5    5; backward 9     one half of its input
 norm            2; backward 5    8 + 5r; 12 + 17r  its input, where r is the size of an element
                                                    inside of the norm over that of activations
+permutation     1+k; back. 1+k   2k; 1 + 3k        tokens of a GPU, each with k experts (Megatron-
+unpermutation   1+k; back. 1+k   1 + 3k; 2k        LM, ``moe_utils.py``: copies, sums of zeros)
 ==============  ===============  ================  ===========================================
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -154,22 +157,36 @@ class KernelSizes:
         return tuple(kernels)
 
     def grouped(self, name: str, matrix: Matrix, rows: float, n: int) -> tuple[Kernel, ...]:
-        """Return the products of n experts, which share ``rows`` tokens, after their cast."""
+        """Return the products of n experts, which share ``rows`` tokens, after their cast.
+
+        In one kernel for all, each expert has whole tiles of `_TILE` rows.
+        """
         inputs, outputs = matrix
         nbytes = self.operand_bytes * (rows * inputs + n * inputs * outputs)
         nbytes += self.shard.model.bytes_per_activation * rows * outputs
+        computed = rows
+        if self.shard.framework.expert_products == "grouped":
+            computed = n * _TILE * math.ceil(rows / n / _TILE)
         product = Kernel(
-            name, 2 * rows * outputs * inputs, nbytes, inputs, n, is_grouped=True,
-            precision=self.precision,
-        )  # fmt: skip
-        return (*self.cast(name, rows * inputs), product)
+            name, 2 * computed * outputs * inputs, nbytes, inputs, precision=self.precision
+        )
+        casts = self.cast(name, rows * inputs)
+        if self.shard.framework.expert_products != "grouped":  # a tensor for each expert
+            casts = tuple(cast._replace(n_kernels=n) for cast in casts)
+        return (*casts, self._of_experts(product, n))
+
+    def _of_experts(self, product: Kernel, n: int) -> Kernel:
+        """Return the products of n experts as the kernels that the framework runs."""
+        method = self.shard.framework.expert_products
+        n_kernels = 1 if method == "grouped" else n
+        return product._replace(n_kernels=n_kernels, is_grouped=method == "streams")
 
     def grouped_weight_grad(
         self, name: str, matrix: Matrix, rows: float, n: int
     ) -> tuple[Kernel, ...]:
         """Return the gradients of the weights of n experts, which share ``rows`` tokens."""
         product, *sums = self._weight_products(name, matrix, rows, n)
-        return (product._replace(is_grouped=True), *sums)
+        return (self._of_experts(product, n), *sums)
 
     def _weight_products(self, name: str, matrix: Matrix, tokens: float, n: int) -> list[Kernel]:
         """Return the gradients of n weights of one shape, and their sums."""
@@ -474,7 +491,7 @@ def _head(shard: Shard) -> OperationKernels:
 # A fused core has a tile for each head and `_TILE` queries. The causal mask makes the last tile
 # twice as long as the mean; see `pipesim.GPU`. In a ring one step of each GPU has the mask.
 
-#: Queries of a tile of a fused core, as in FlashAttention.
+#: Queries of a tile of a fused core, as in FlashAttention; rows of a tile of a grouped product.
 _TILE = 128
 #: Share of the rate that fused cores reach whose queries are deeper than values, as in latent
 #: attention: those of 192 and 128 elements, on A100 (0.82) and on B200 (0.80); SimuMax, see
@@ -614,8 +631,7 @@ _PERMUTATION_SHARE = 0.64
 def expert_kernels(sizes: KernelSizes) -> LayerSegments:
     """Return the kernels of a layer's second half, from its norm to the sum with the residual."""
     shard, model = sizes.shard, sizes.shard.model
-    router, maps = _router(sizes), shared_matrices(shard)
-    shared = _mlp(sizes, maps, "shared ") if maps else OperationKernels((), (), ())
+    router, maps, shared = _router(sizes), shared_matrices(shard), shared_kernels(shard)
     before = OperationKernels(
         router.forward + shared.forward,
         shared.input_grad + router.input_grad,
@@ -623,11 +639,32 @@ def expert_kernels(sizes: KernelSizes) -> LayerSegments:
     )
     # The sum over the experts of a token, and that with the shared experts.
     width = model.bytes_per_activation * model.hidden_size * shard.expert_tokens
-    nbytes = width * (1 + model.experts_per_token)
-    unpermutation = Kernel("unpermutation", nbytes=nbytes, share=_PERMUTATION_SHARE)
+    back, unpermutation = _permutations(sizes, "unpermutation")
     added = (Kernel("shared sum", nbytes=3 * width),) if maps else ()
-    after = OperationKernels((unpermutation, *added), (unpermutation,), ())
+    after = OperationKernels((unpermutation, *added), (back,), ())
     return LayerSegments(before, _experts(sizes), after)
+
+
+def _permutations(sizes: KernelSizes, name: str) -> tuple[Kernel, Kernel]:
+    """Return the copy of tokens for each of their experts, and the sum over these copies.
+
+    One is the backward of the other.
+    """
+    shard, k = sizes.shard, sizes.shard.model.experts_per_token
+    width = shard.model.bytes_per_activation * shard.model.hidden_size * shard.expert_tokens
+    copied = summed = Kernel(name, nbytes=(1 + k) * width, share=_PERMUTATION_SHARE)
+    if not shard.framework.fused_permute:
+        copied = copied._replace(nbytes=2 * k * width)
+        summed = summed._replace(nbytes=(1 + 3 * k) * width, n_kernels=2)
+    return copied, summed
+
+
+def shared_kernels(shard: Shard) -> OperationKernels:
+    """Return the kernels of shared experts; none without."""
+    maps = shared_matrices(shard)
+    if not maps:
+        return OperationKernels((), (), ())
+    return _mlp(KernelSizes(shard, shard.precision), maps, "shared ")
 
 
 def _router(sizes: KernelSizes) -> OperationKernels:
@@ -636,14 +673,14 @@ def _router(sizes: KernelSizes) -> OperationKernels:
     tokens, h, e = shard.expert_tokens, model.hidden_size, model.bytes_per_activation
     matrix = Matrix(h, model.n_experts)
     scores = 2 * FP32_BYTES * tokens * model.n_experts
-    top_k, top_k_back = (Kernel("top-k", nbytes=n * scores, n_kernels=n) for n in _SCORE_KERNELS)
-    moved = e * h * tokens * (1 + model.experts_per_token)
-    permutation = Kernel("permutation", nbytes=moved, share=_PERMUTATION_SHARE)
+    counts = (3, 3) if shard.framework.fused_router else _SCORE_KERNELS
+    top_k, top_k_back = (Kernel("top-k", nbytes=n * scores, n_kernels=n) for n in counts)
+    permutation, permutation_back = _permutations(sizes, "permutation")
     branches = 1 + (model.shared_experts > 0)
     added = Kernel("router residual", nbytes=3 * e * h * tokens * branches, n_kernels=branches)
     return OperationKernels(
         (*sizes.forward_product("router", matrix, tokens), top_k, permutation),
-        (permutation, top_k_back, *sizes.input_grad("router", matrix, tokens), added),
+        (permutation_back, top_k_back, *sizes.input_grad("router", matrix, tokens), added),
         sizes.weight_grad("router", matrix, bias=False, rows=tokens),
     )
 
@@ -657,6 +694,9 @@ def _experts(sizes: KernelSizes) -> OperationKernels:
     if n > 1 and shard.expert_parallel * shard.expert_tensor_size > 1:
         nbytes = 2 * e * model.hidden_size * tokens
         sort = (Kernel("expert sort", nbytes=nbytes, share=_PERMUTATION_SHARE),)
+    if shard.framework.expert_padding and sizes.precision in FORMATS:
+        sort += (Kernel("experts padding", nbytes=2 * e * model.hidden_size * tokens),)
+    bias, bias_back = _expert_biases(sizes)
     back = [
         sizes.grouped(f"{name} input", Matrix(matrix.outputs, matrix.inputs), tokens, n)
         for name, matrix in (("experts down", down), ("experts up", up))
@@ -667,10 +707,12 @@ def _experts(sizes: KernelSizes) -> OperationKernels:
             *sizes.grouped("experts up", up, tokens, n),
             Kernel("experts activation", nbytes=e * (width + u) * tokens),
             *sizes.grouped("experts down", down, tokens, n),
+            *bias,
             *sort,
         ),
         (
             *sort,
+            *bias_back,
             *back[0],
             Kernel("experts activation", nbytes=e * (2 * width + u) * tokens),
             *back[1],
@@ -681,6 +723,26 @@ def _experts(sizes: KernelSizes) -> OperationKernels:
             *sizes.grouped_weight_grad("experts up", up, tokens, n),
         ),
     )
+
+
+def _expert_biases(sizes: KernelSizes) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Return the kernels of the biases of experts' results, forward and backward; none if fused.
+
+    Of each expert, Megatron-LM multiplies bias and weights of tokens in 32 bits and adds the
+    result; the parts are concatenated, and cast. Backward, gradients of bias and weights are sums
+    of products of their own. Accesses of a tensor of results: in 16 bits 2 and 4, in 32 bits 6 and
+    8.
+    """
+    shard = sizes.shard
+    model, n = shard.model, shard.local_experts
+    if not model.biases or shard.framework.fused_expert_bias:
+        return (), ()
+    elements, e = model.hidden_size * shard.routed_tokens, model.bytes_per_activation
+    forward = Kernel(
+        "experts bias", nbytes=(2 * e + 6 * FP32_BYTES) * elements, n_kernels=2 * n + 2
+    )
+    back = forward._replace(nbytes=(4 * e + 8 * FP32_BYTES) * elements, n_kernels=5 * n + 2)
+    return (forward,), (back,)
 
 
 #: Operation of each field of `OperationKernels`.

@@ -3,9 +3,9 @@
 Vocabularies are those of the models; training frameworks pad them to a multiple of 128 or more.
 Norms of queries and keys (Qwen3), which have 2 parameters an element of a head, are left out. So
 are the biases of DeepSeek-V3's routers, and its module that predicts a second token, which
-``mtp_layers=1`` adds. Of GPT-OSS, biases
-and sinks are left out, and windows of 128 tokens, which each other layer has: its attention is that
-of full sequences. Llama 3.1 has the sizes of Llama 3.
+``mtp_layers=1`` adds. Of GPT-OSS, sinks are left out, and windows of 128 tokens, which each other
+layer has: its attention is that of full sequences. A shift of its norms, which have none, is
+counted with its biases. Llama 3.1 has the sizes of Llama 3.
 """
 
 from __future__ import annotations
@@ -119,10 +119,11 @@ _MODELS = {
         _llama("Qwen3 235B A22B", 7, 4096, 94, 64, 4, 12288, 4096, 151936, head_size=128),
         128, 8, 1536),
     "gpt_oss_20b": _experts(
-        _llama("GPT-OSS 20B", 11, 2880, 24, 64, 8, 2880, 4096, 201088, head_size=64), 32, 4, 2880),
+        _llama("GPT-OSS 20B", 11, 2880, 24, 64, 8, 2880, 4096, 201088, head_size=64), 32, 4, 2880,
+        biases=True),
     "gpt_oss_120b": _experts(
         _llama("GPT-OSS 120B", 11, 2880, 36, 64, 8, 2880, 4096, 201088, head_size=64),
-        128, 4, 2880),
+        128, 4, 2880, biases=True),
     "deepseek_v2": _experts(
         _llama("DeepSeek-V2 236B", 9, 5120, 60, 128, 128, 12288, 4096, 102400, head_size=128),
         160, 6, 1536, shared=2, n_dense=1, expert_groups=8, groups_per_token=3,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipesim.costs.cost_fields import Segments
 from pipesim.errors import ArgumentError, CostsWarning, NetworkError, check_type
-from pipesim.models.gpu import GPU, product_ratio
+from pipesim.models.gpu import GPU, Kernel, product_ratio
 from pipesim.models.layer_kernels import (
     KernelSizes,
     OperationKernels,
@@ -21,6 +21,7 @@ from pipesim.models.layer_kernels import (
     head_kernels,
     layer_kernels,
     layer_segments,
+    shared_kernels,
 )
 from pipesim.models.model_sizes import checked_value, end_flops, expert_matrix
 from pipesim.models.precision import FORMATS
@@ -329,6 +330,7 @@ class GpuSeconds:
             self._works(kernels, own, is_layer=True)
             for kernels, own in zip(layer_segments(self.shard), exchanged, strict=True)
         ]
+        works[0] = self._without_hidden(works[0])
         return {
             name: (works[0][name].busy, works[1][name].busy, works[2][name].busy)
             for name in _FIELDS
@@ -414,7 +416,29 @@ class GpuSeconds:
     def _experts(self) -> dict[str, _Work]:
         """Work of a layer with experts, without its exchanges of tokens."""
         layer = layer_kernels(self.shard, experts=True)
-        return self._works(layer, group_collectives(self.shard).expert_layer, is_layer=True)
+        works = self._works(layer, group_collectives(self.shard).expert_layer, is_layer=True)
+        return self._without_hidden(works)
+
+    def _without_hidden(self, works: dict[str, _Work]) -> dict[str, _Work]:
+        """Return works of a layer without the seconds of shared experts that exchanges hide.
+
+        Forward, their ``up`` runs behind the dispatch, and ``down`` behind the combine; backward
+        their gradients of inputs, the other way round (``shared_experts.py`` of Megatron-LM).
+        """
+        if not self.shard.framework.shared_expert_overlap:
+            return works
+        dispatch, combine = exchange_seconds(self.shard, self.network)
+        shared = shared_kernels(self.shard)
+
+        def hidden(kernels: tuple[Kernel, ...], of_up: float, of_down: float) -> float:
+            down = sum(self.gpu.kernel_seconds(k) for k in kernels if "down" in k.name)
+            up = sum(self.gpu.kernel_seconds(k) for k in kernels) - down
+            return min(of_up, up) + min(of_down, down)
+
+        forward = hidden(shared.forward, dispatch, combine)
+        back = hidden(shared.input_grad, combine, dispatch)
+        less = {"forward": forward, "recompute": forward, "backward": back, "input_grad": back}
+        return {k: work._replace(busy=work.busy - less.get(k, 0.0)) for k, work in works.items()}
 
     @cached_property
     def _embedding(self) -> dict[str, _Work]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pipesim.costs.layer_split import read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
@@ -385,15 +386,27 @@ def _exchange(read: Flags, choice: PlanChoice) -> tuple[GradSyncs, GatherParamet
 
 
 def _framework(read: Flags) -> Framework:
-    """Return Megatron-Core with the collectives, sums and exchanges that the flags ask for."""
+    """Return Megatron-Core with the collectives, sums and exchanges that the flags ask for.
+
+    Of a model with experts, also with the kernels of their tokens.
+    """
     reduces, gathers = map(read.switch, ("--overlap-grad-reduce", "--overlap-param-gather"))
     sums: FusedSums = "all" if read.switch("--grad-reduce-in-bf16") else "wider"
-    return Framework.preset(
+    framework = Framework.preset(
         "megatron_core_2024",
         tensor_overlap="userbuffers" if read.switch("--tp-comm-overlap") else "none",
         fused_sums="none" if read.switch("--no-gradient-accumulation-fusion") else sums,
         grad_sync="bucketed" if reduces else "last",
         gather_parameters="before_forward" if gathers else "after_step",
+    )
+    if "--num-experts" not in read:
+        return framework
+    return replace(
+        framework,
+        expert_products="streams" if read.switch("--moe-grouped-gemm") else "sequential",
+        fused_permute=read.switch("--moe-permute-fusion"),
+        fused_router=read.switch("--moe-router-fusion"),
+        shared_expert_overlap=read.switch("--moe-shared-expert-overlap"),
     )
 
 

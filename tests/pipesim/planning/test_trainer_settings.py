@@ -498,6 +498,12 @@ def test_frameworks_of_flags_and_settings() -> None:
         ps.read_megatron(flags + more).framework
         for more in ("", "--tp-comm-overlap --overlap-grad-reduce --grad-reduce-in-bf16")
     )
+    moe = "--moe-grouped-gemm --moe-permute-fusion --moe-shared-expert-overlap"
+    for more, products, fuses in (("", "sequential", False), (moe, "streams", True)):
+        own = ps.read_megatron(f"{flags} --num-experts 8 {more}").framework
+        assert own.expert_products == products
+        assert (own.fused_permute, own.shared_expert_overlap) == (fuses, fuses)
+    assert (usual.expert_products, usual.fused_permute) == ("streams", True)
     assert (usual.tensor_overlap, usual.grad_sync, usual.fused_sums) == ("none", "last", "wider")
     assert (other.tensor_overlap, other.grad_sync, other.fused_sums) == (
         "userbuffers", "bucketed", "all"
