@@ -15,7 +15,7 @@
   in the best case, and with one attribute at a time as in the best case. Quotients of measured over
   predicted seconds are written to ``pipesim/analysis/published_quotients.json``, from which
   `Timeline.interval` takes its ends. Coverage is the share of a set's rows in the interval of 80 %
-  that the rows of other sets give.
+  that the rows of other sets give. Steps with experts are listed with what they are made of.
 - **Regret**: how much longer the step takes that is predicted to be the fastest of its group,
   relative to the fastest that was measured; groups of at least four rows.
 
@@ -33,7 +33,7 @@ import json
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ from _published_steps import PublishedSteps, fifths, fit_set, published_steps
 from numpy.typing import NDArray
 
 import pipesim as ps
+from pipesim.calibration.measured_steps import StepPrediction
 from pipesim.errors import CalibrationWarning
 
 Floats = NDArray[np.float64]
@@ -298,6 +299,64 @@ def term_rows(steps: PublishedSteps, mean: str) -> list[list[str]]:
     return rows
 
 
+#: Kinds of kernels, by a pattern of their names; of others, products and kernels of memory.
+_KINDS = {
+    "attention": "attention|scores|context",
+    "experts": "experts (up|down)",
+    "copies of tokens": "permutation|expert sort|experts padding",
+}
+
+
+def part_lines(sets: Sequence[PublishedSteps]) -> list[str]:
+    """Return of what predicted steps with experts are made, on the mean device of the pipeline.
+
+    The rest is the pipeline's idle time, messages, the optimizer and exchanges between replicas.
+    """
+    body = []
+    for steps in sets:
+        if not steps.name.startswith("Experts"):
+            continue
+        for step, row, seconds in zip(steps.steps, steps.rows, presets(steps), strict=True):
+            parts = _parts(step, steps)
+            parts["rest"] = seconds - sum(parts.values())
+            body.append([
+                f"{steps.name}: {row['label']}, {row['precision']}", f"{row['seconds']:.2f}",
+                f"{seconds:.2f}", f"{seconds / row['seconds'] - 1:+.1%}",
+                *(f"{x:.2f}" for x in parts.values()),
+            ])  # fmt: skip
+    head = ["step", "measured", "predicted", "error", *_KINDS, "products", "memory", "exchange"]
+    return ["Steps with experts by their parts (s):", *table([*head, "rest"], body, 1)]
+
+
+def _parts(step: StepPrediction, steps: PublishedSteps) -> dict[str, float]:
+    """Return the seconds of kernels of each kind, and of exchanges of tokens, of a mean device."""
+    own = {field.name for field in fields(ps.Parallel)}
+    settings = {k: v for k, v in step.options.items() if k in own}
+    kernels = step.model.kernels(ps.GPU.preset(steps.gpu), **settings)
+    model, graph = step.model, step.graph
+    batches = graph.n_microbatches * graph.n_replicas / graph.n_devices
+    experts = model.n_expert_layers + model.mtp_layers
+    number = {"expert layer": experts, "layer": model.n_layers - model.n_expert_layers}
+    seconds = kernels["seconds"] * batches * kernels["part"].map(number).fillna(1)
+    parts, left = {}, np.ones(len(kernels), dtype=bool)
+    for kind, pattern in _KINDS.items():
+        chosen = left & kernels["kernel"].str.contains(pattern).to_numpy()
+        parts[kind] = float(seconds[chosen].sum())
+        left &= ~chosen
+    is_product = (kernels["flops"] > 0).to_numpy()
+    parts["products"] = float(seconds[left & is_product].sum())
+    parts["memory"] = float(seconds[left & ~is_product].sum())
+    costs = model.costs(
+        step.layers_per_stage, gpu=steps.gpu,
+        network=steps.network.grouped(step.gpus_per_device), **step.options,
+    )  # fmt: skip
+    pair = sum(
+        costs.per_stage(f"exchange_{x}", graph.n_stages)[-1] for x in ("dispatch", "combine")
+    )
+    parts["exchange"] = 2 * float(pair) * experts * batches
+    return parts
+
+
 def main() -> None:
     """Print the tables and write them to ``results/benchmarks/published_steps.txt``."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -316,6 +375,8 @@ def main() -> None:
         lines += [
             "",
             *tables,
+            "",
+            *part_lines(runs),
             "",
             *fitted_lines(sets),
             "",

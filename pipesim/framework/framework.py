@@ -90,7 +90,8 @@ class Framework:
         bits (``Fp8Padding`` of Megatron-LM); False by default, as if the dispatch did so.
     shared_expert_overlap
         Whether shared experts run behind the exchanges of tokens: their ``up`` behind the dispatch,
-        their ``down`` behind the combine (``--moe-shared-expert-overlap``); False by default.
+        their ``down`` behind the combine (``--moe-shared-expert-overlap``); False by default. Not
+        for pairs of F and B, which hide exchanges themselves: Megatron-LM refuses both.
     fused_sums
         Which products of weight gradients add to their sums (``gradient_accumulation_fusion``);
         otherwise a kernel adds them:
