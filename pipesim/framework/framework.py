@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pipesim.errors import check_name, check_type
+from pipesim.errors import check_list, check_name, check_text, check_type
 from pipesim.utils.checks import Amount, Fraction, Range, checked
 
 if TYPE_CHECKING:
@@ -117,6 +117,9 @@ class Framework:
         Share of its speed that compute loses beside a fast collective between replicas; 0 (the
         default) for none. `pipesim.Costs` has its rule and source. Presets that hide collectives
         behind compute have the 0.43 that was measured there.
+    schedules
+        Names of the schedules of its pipelines; empty if it has no pipelines, and None (the
+        default) for all. One device has no pipeline, and runs any schedule.
     launch
         Seconds of the host to launch a kernel; None (the default) for those of the GPU.
     source
@@ -159,8 +162,15 @@ class Framework:
     n_buckets: Buckets = 4
     gather_parameters: GatherParameters = "after_step"
     overlap_cost: Fraction = 0.0
+    schedules: tuple[str, ...] | None = None
     launch: Amount | None = None
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.schedules is not None:
+            names = check_list("schedules", self.schedules, "names of schedules, or None for all")
+            checked_names = tuple(check_text("schedules: a name", name) for name in names)
+            object.__setattr__(self, "schedules", checked_names)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Framework:
@@ -203,6 +213,7 @@ _OVERLAP_COST = 0.43
 
 PRESETS: dict[str, Framework] = {
     "megatron_2021": Framework(
+        schedules=("1f1b", "interleaved_1f1b"),
         launch=45e-6,
         source="Narayanan et al., arXiv 2104.04473; launches: 240 steps of vTrain's node are "
         "predicted best with 50 us a kernel (Bang et al., arXiv 2312.12391)",
@@ -213,6 +224,7 @@ PRESETS: dict[str, Framework] = {
         exchange_element_bytes=4.0,
         gradient_exchange="all_reduce",
         exchange_copies=16.0,
+        schedules=("1f1b",),
         source="BigScience's Megatron-DeepSpeed: ALiBi as addend of baddbmm; bf16 optimizer of "
         "DeepSpeed, which sums and exchanges gradients in 32 bits (chronicles-prequel.md)",
     ),
@@ -224,12 +236,14 @@ PRESETS: dict[str, Framework] = {
         exchange_element_bytes=4.0,
         gradient_exchange="all_reduce",
         exchange_copies=26.0,
+        schedules=("1f1b",),
         source="Aleph-Alpha/scaling: core/nn/rotary.py, mlp.py, linear/column_parallel_linear.py, "
         "core/optimizer/allreduce.py (allreduce_tensor_in_float32), parameter_group.py",
     ),
     "llm_foundry_2023": Framework(
         attention_kernel="triton",
         overlap_cost=_OVERLAP_COST,
+        schedules=(),
         source="mosaicml/llm-foundry, scripts/train/benchmarking/submit_benchmarks.py: attn_impl "
         "triton, FSDP",
     ),
@@ -241,6 +255,7 @@ PRESETS: dict[str, Framework] = {
         n_buckets=16,
         gather_parameters="before_forward",
         overlap_cost=_OVERLAP_COST,
+        schedules=("1f1b", "interleaved_1f1b"),
         source="NVIDIA/dgxc-benchmarking, settings of NeMo: ub_tp_comm_overlap, overlap_grad_sync, "
         "overlap_param_sync; Megatron-Bridge, comm_overlap.py; Megatron-LM, buckets of at least "
         "40 million parameters, which are 10 to 30 of a chunk of models of 70 to 400 billion",
@@ -254,6 +269,7 @@ PRESETS: dict[str, Framework] = {
         n_buckets=16,
         gather_parameters="before_forward",
         overlap_cost=_OVERLAP_COST,
+        schedules=("1f1b", "interleaved_1f1b"),
         source="as megatron_core_2024; NVIDIA/dgxc-benchmarking: grad_sync_dtype bf16 (sums have "
         "16 bits: bytes_per_gradient=2), gradient_accumulation_fusion",
     ),
@@ -316,3 +332,15 @@ def as_framework(framework: Framework | Mapping[str, Any] | str | None) -> Frame
             check_name("attribute of a framework", name, [x.name for x in fields(Framework)])
         return Framework(**values)
     return check_type("framework", framework, Framework, 'give such as "megatron_core_2024"')
+
+
+def schedule_reason(framework: Framework, schedule: str, n_devices: int) -> str:
+    """Return why a framework does not run a schedule on some devices; empty if it does."""
+    names = framework.schedules
+    if names is None or n_devices == 1 or schedule in names:
+        return ""
+    name = f"framework {framework.name!r}" if framework.name else "the framework"
+    if not names:
+        return f"{name} has no pipelines, got one of {n_devices} devices; take another framework"
+    runs = f"{name} runs {', '.join(names)}, and not {schedule!r}"
+    return f"{runs}; take one of these, or another framework"

@@ -16,6 +16,7 @@ from pipesim.framework.framework import (
     Framework,
     GatherParameters,
     as_framework,
+    schedule_reason,
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import (
@@ -378,6 +379,8 @@ def lower(
 
     Raises
     ------
+    ArgumentError
+        If the framework does not run the schedule.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
@@ -410,6 +413,8 @@ def lower(
     exchanges = checked_exchanges(schedule, sharded, exchange_work, prefetch_keys, sparse_grad_sync)
     shards = exchanges.sharded
     arguments["framework"] = framework = as_framework(framework)
+    if reason := schedule_reason(framework, schedule.name, schedule.n_devices):
+        raise ArgumentError(reason)
     own = framework_options(
         framework, schedule.placement, n_replicas=n_replicas, shard_optimizer=shard_optimizer,
         shard_parameters=shard_parameters,

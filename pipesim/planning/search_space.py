@@ -10,6 +10,7 @@ from typing import Any
 
 from pipesim.costs.layer_split import checked_split
 from pipesim.errors import ArgumentError, check_count, check_flag, check_list, check_name
+from pipesim.framework.framework import schedule_reason
 from pipesim.graph.options import StageOffload, checked_offload
 from pipesim.lowering.parameter_shards import ShardParameters, checked_shard_parameters
 from pipesim.models.parallel import RECOMPUTE
@@ -301,6 +302,9 @@ class Listing:
             for chunks in self.space.n_chunks or (possible_settings.layer_stages(self.problem),):
                 yield "naive", chunks, 1, shared
         for name in self._names(pp, counts):
+            if reason := schedule_reason(self.problem.framework, name, pp):
+                self._rule_out_once(partial_choice(schedule=name), reason)
+                continue
             slices = [n for n in counts if (n > 1) == takes_slices(name)]
             if not slices:
                 self._rule_out_slices(name, counts)

@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shard_parameters": {"shard_parameters": "every", "n_replicas": 2},
     "expert_layers": {"expert_layers": 1, "n_replicas": 2},
     "expert_replicas": {"expert_replicas": 2, "expert_layers": 1, "n_replicas": 4},
-    "framework": {"framework": "megatron_core_2024", "shard_optimizer": True, "n_replicas": 2},
+    "framework": {"framework": {"grad_sync": "bucketed"}, "n_replicas": 2},
 }
 NETWORK = ps.Network(latency=0.01, bandwidth=64, host=ps.HostLink(bandwidth=32))
 #: A number of each unit.
@@ -259,7 +259,7 @@ CLUSTER = ps.Cluster(
 NO_FLAG = {"routing"}
 #: Fields of `Parallel` that `TrainerSettings.cost_options` lacks: flags of Megatron-LM and settings
 #: of torchtitan that give them do not change the pipeline, and are among those ignored.
-NOT_READ = set(PARALLEL) - {*SEARCHED, "expert_tensor_parallel", "framework"}
+NOT_READ = set(PARALLEL) - {*SEARCHED, "expert_tensor_parallel", "framework", "precision"}
 
 
 def spread_costs(parallel: ps.Parallel | None = None, **settings: Any) -> ps.Costs:

@@ -9,7 +9,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.calibration.measured_steps import measured_steps, step_predictions
-from pipesim.errors import CostsWarning, UnknownNameError
+from pipesim.errors import ArgumentError, CostsWarning, UnknownNameError
 from pipesim.models.attention_rates import attention_flops
 
 PUBLISHED = Path(__file__).parents[2] / "published"
@@ -224,16 +224,37 @@ def test_lower_exchanges_as_the_framework(
     schedule = ps.schedule(name, 2, 2)
     every = {"grad_sync": "bucketed", "n_buckets": 16, "gather_parameters": "before_forward"}
     hides = {**{key: every[key] for key in hidden}, "n_buckets": 16}
-    own, same = (
-        ps.lower(schedule, **{**more, **options})
-        for more in ({"framework": "megatron_core_2024"}, hides)
-    )
+    core = ps.Framework.preset("megatron_core_2024", schedules=None)
+    own, same = (ps.lower(schedule, **{**more, **options}) for more in ({"framework": core}, hides))
     assert [str(task) for task in own] == [str(task) for task in same]
     assert own.options == same.options
     source = own.options.source
     assert source is not None
     again = ps.lower(source.schedule, **source.arguments)
     assert [str(task) for task in again] == [str(task) for task in own]
+
+
+def test_frameworks_run_their_schedules() -> None:
+    """One device has no pipeline; a plan takes the schedules that the framework runs."""
+    ps.lower(ps.schedule("interleaved_1f1b", 1, 2, n_chunks=2), framework="llm_foundry_2023")
+    ps.lower(ps.schedule("zb_h1", 2, 4), framework="torchtitan_2024")
+    for name, framework, message in (
+        ("zb_h1", "megatron_2021", "runs 1f1b, interleaved_1f1b, and not 'zb_h1'"),
+        ("1f1b", "llm_foundry_2023", "has no pipelines, got one of 2 devices"),
+        ("gpipe", {"schedules": ["1f1b"]}, "the framework runs 1f1b, and not 'gpipe'"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            ps.lower(ps.schedule(name, 2, 4), framework=framework)
+    own = {"cluster": ps.Cluster("dgx_h100", n_gpus=2), "global_batch": 4, "microbatch_size": 1,
+           "pipeline_parallel": 2, "progress": False, "framework": "nemo_2025"}  # fmt: skip
+    model = replace(LLAMA, n_layers=4)
+    assert set(ps.plan(model, **own).table["schedule"]) <= {"1f1b", "interleaved_1f1b"}
+    with pytest.raises(ArgumentError, match=r"no configuration .* 'nemo_2025' runs 1f1b"):
+        ps.plan(model, schedules="zbv", **own)
+    with pytest.raises(ArgumentError, match="schedules must be a list"):
+        ps.Framework(schedules="1f1b")  # type: ignore[arg-type]
+    foundry = ps.Framework.preset("llm_foundry_2023")
+    assert ps.Framework(**json.loads(json.dumps(foundry.to_dict()))) == foundry
 
 
 def test_sweeps_give_a_framework_to_costs_and_lowering() -> None:
