@@ -11,6 +11,7 @@ from pipesim.framework.framework import BEST_CASE, Framework, GatherParameters
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.lower import lower
+from pipesim.models.precision import Precision
 from pipesim.planning.choice import PlanChoice, layers_text, schedule_options
 from pipesim.scheduling.placement import Layout, Placement
 from pipesim.scheduling.registry import schedule as named_schedule
@@ -41,6 +42,8 @@ class TrainerSettings:
         GPUs that share each expert.
     framework
         What the framework does besides, as its flags or settings say.
+    precision
+        Number format of linear products of layers.
     schedule_csv
         File with the order of the pipeline; empty for the named schedule of ``choice``.
     ignored
@@ -71,6 +74,7 @@ class TrainerSettings:
     gather_parameters: GatherParameters = "after_step"
     expert_tensor_parallel: int = 1
     framework: Framework = BEST_CASE
+    precision: Precision = "bf16"
     schedule_csv: str = ""
     ignored: tuple[str, ...] = ()
 
@@ -123,6 +127,7 @@ class TrainerSettings:
             "layers_per_stage": choice.layers_per_stage,
             "slices": choice.n_slices,
             "framework": self.framework,
+            "precision": self.precision,
             **choice.shard_options,
         }
         if choice.expert_parallel > 1:

@@ -19,6 +19,7 @@ from pipesim.graph.options import GradSyncs
 from pipesim.lowering.framework_options import FrameworkOptions
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.planning.choice import PlanChoice, layer_by_layer
+from pipesim.models.precision import Precision
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout
 from pipesim.utils.texts import parse_int
@@ -36,6 +37,13 @@ _RECOMPUTE: dict[str, tuple[str, ...]] = {
 }
 
 
+_PRECISION: Mapping[Precision, tuple[str, ...]] = {
+    "bf16": ("--bf16",),
+    "fp16": ("--fp16",),
+    "fp8": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
+    "mxfp8": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
+    "nvfp4": ("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
+}
 #: Flags of Megatron-FSDP besides those of the distributed optimizer.
 _FSDP = [
     "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params",
@@ -49,11 +57,11 @@ OFFLOADED = (
 
 def megatron_flags(
     choice: PlanChoice, global_batch: int, layout: Layout, exchange: FrameworkOptions, *,
-    has_experts: bool = False, framework: Framework = BEST_CASE,
+    has_experts: bool = False, framework: Framework = BEST_CASE, precision: Precision | None = None,
 ) -> str:  # fmt: skip
     """Return the flags of a configuration; see `Plan.to_megatron`.
 
-    Of the framework, collectives behind products have a flag.
+    ``precision``: None if it is unknown. Of the framework, collectives behind products have a flag.
     """
     _check(choice)
     _check_sharing(choice, has_experts)
@@ -76,6 +84,7 @@ def megatron_flags(
     splits = choice.sequence_parallel and t > 1
     flags += ["--sequence-parallel"] * splits
     flags += ["--tp-comm-overlap"] * (splits and framework.tensor_overlap == "userbuffers")
+    flags += _PRECISION[precision] if precision else ()
     flags += _RECOMPUTE[choice.recompute]
     flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
     gathers = exchange.gather_parameters == "before_forward"
@@ -190,10 +199,10 @@ def read_megatron(
 ) -> TrainerSettings:
     """Read the configuration of a pipeline from flags of Megatron-LM.
 
-    Flags of parallel sizes, batch sizes, stages and their layers, recompute, distributed optimizer
-    and its overlap, Megatron-FSDP, offload and order of ranks are understood. Others that would
-    change the pipeline are refused, such as ``--yaml-cfg`` and ``--rampup-batch-size``, and the
-    rest is listed in `TrainerSettings.ignored`.
+    Flags of parallel sizes, batch sizes, stages and their layers, precision, recompute, distributed
+    optimizer and its overlap, Megatron-FSDP, offload and order of ranks are understood. Others that
+    would change the pipeline are refused, such as ``--yaml-cfg`` and ``--rampup-batch-size``, and
+    the rest is listed in `TrainerSettings.ignored`.
 
     Parameters
     ----------
@@ -270,6 +279,7 @@ def read_megatron(
         gather_parameters=gather_parameters,
         expert_tensor_parallel=read.count("--expert-tensor-parallel-size") or t,
         framework=_framework(read),
+        precision=_precision(read),
         ignored=_checked_rest(read),
     )
 
@@ -408,6 +418,30 @@ def _framework(read: Flags) -> Framework:
         fused_router=read.switch("--moe-router-fusion"),
         shared_expert_overlap=read.switch("--moe-shared-expert-overlap"),
     )
+
+
+def _precision(read: Flags) -> Precision:
+    """Return the format of linear products; 16 bits without a flag.
+
+    A scale a block is no format here: it is read as FP8, and its flag as one that is not.
+    """
+    halves = [name for name in ("--bf16", "--fp16") if read.switch(name)]
+    low = [name for name in ("--fp8-format", "--fp4-format") if name in read]
+    if len(halves) > 1 or len(low) > 1:
+        pair = " and ".join(halves if len(halves) > 1 else low)
+        raise ArgumentError(f"flags: {pair} contradict each other; give one of them")
+    if low == ["--fp4-format"]:
+        check_name("flags: --fp4-format", read.text("--fp4-format"), ("e2m1",))
+        check_name("flags: --fp4-recipe", read.text("--fp4-recipe", "nvfp4"), ("nvfp4",))
+        return "nvfp4"
+    if low:
+        check_name("flags: --fp8-format", read.text("--fp8-format"), ("e4m3", "hybrid"))
+        if read.values.get("--fp8-recipe") == ["blockwise"]:
+            return "fp8"
+        recipe = read.text("--fp8-recipe", "delayed")
+        check_name("flags: --fp8-recipe", recipe, ("tensorwise", "delayed", "blockwise", "mxfp8"))
+        return "mxfp8" if recipe == "mxfp8" else "fp8"
+    return "fp16" if halves == ["--fp16"] else "bf16"
 
 
 def _offload(read: Flags) -> str:

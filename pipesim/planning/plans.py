@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
+from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import Evaluation, PlanChoice
 from pipesim.planning.explanation import Explanation, explanation, memory_parts, step_parts
 from pipesim.planning.megatron import megatron_flags
@@ -105,11 +106,11 @@ class Plan:
         """Return the flags of Megatron-LM for this configuration, quoted for a shell.
 
         They are those of Megatron-LM 0.20.0: parallel sizes, order of ranks, stages and their
-        layers, batch sizes, recompute, distributed optimizer and its overlap, Megatron-FSDP.
-        ``shlex.split`` makes them a list. Replicas follow from the number of processes. Sizes of
-        the model, kernels and the optimizer's settings are not among them. ``offload="all"`` of a
-        model with experts is the offload of the inputs of all modules, which are nearly all
-        activations.
+        layers, batch sizes, precision, recompute, distributed optimizer and its overlap,
+        Megatron-FSDP. ``shlex.split`` makes them a list. Replicas follow from the number of
+        processes. Sizes of the model, kernels and the optimizer's settings are not among them.
+        ``offload="all"`` of a model with experts is the offload of the inputs of all modules, which
+        are nearly all activations.
 
         Returns
         -------
@@ -127,9 +128,11 @@ class Plan:
         """
         problem = self.problem
         has_experts = bool(getattr(problem.model, "n_experts", 0))
+        is_model = isinstance(problem.model, Transformer)
         return megatron_flags(
             self.choice, problem.global_batch, problem.layout, problem.exchange(self.choice),
-            has_experts=has_experts, framework=problem.parallel.framework,
+            has_experts=has_experts, framework=problem.framework,
+            precision=problem.parallel.precision if is_model else None,
         )  # fmt: skip
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:
@@ -160,8 +163,9 @@ class Plan:
                     f" {path!r} and pipeline_parallel={self.choice.pipeline_parallel}"
                 )
         text = torchtitan_toml(
-            self.choice, problem.model, problem.global_batch, problem.layout, path
-        )
+            self.choice, problem.model, problem.global_batch, problem.layout, path,
+            problem.parallel.precision,
+        )  # fmt: skip
         if path:
             self.schedule.save(path)
         return text

@@ -16,10 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
+from pipesim.errors import (
+    ArgumentError,
+    check_count,
+    check_flag,
+    check_list,
+    check_name,
+    check_text,
+)
 from pipesim.framework.framework import Framework, TensorOverlap
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
+from pipesim.models.precision import Precision
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import PlanChoice, layer_by_layer, placement_of
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
@@ -62,9 +70,15 @@ def torchtitan_toml(
     global_batch: int,
     layout: Layout,
     schedule_csv: str = "",
+    precision: Precision = "bf16",
 ) -> str:
     """Return the settings of a configuration as TOML; see `Plan.to_torchtitan`."""
     _check(choice, layout)
+    if precision not in ("bf16", *_CONVERTERS.values()):
+        raise ArgumentError(
+            f"torchtitan trains in bf16, or converts linear maps to fp8 or mxfp8; got precision="
+            f"{precision!r}; plan with one of these"
+        )
     _check_sharing(choice, model)
     p = choice.pipeline_parallel
     name = _placement_name(choice) if schedule_csv else _schedule_name(choice) if p > 1 else ""
@@ -105,7 +119,7 @@ def torchtitan_toml(
         f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in table.items())
         for name, table in tables.items()
     ]
-    return _comments(choice) + "\n".join(texts)
+    return _comments(choice, precision) + "\n".join(texts)
 
 
 def _split_settings(sizes: Sequence[int]) -> dict[str, object]:
@@ -124,9 +138,13 @@ def _split_settings(sizes: Sequence[int]) -> dict[str, object]:
     return {"module_fqns_per_model_part": parts}
 
 
-def _comments(choice: PlanChoice) -> str:
+def _comments(choice: PlanChoice, precision: Precision) -> str:
     """Return comments that name differences between the plan and torchtitan."""
-    lines = []
+    lines = [
+        f'Linear maps are in {precision}: add "{name}" to converters of [model].'
+        for name, own in list(_CONVERTERS.items())[:2]
+        if own == precision
+    ]
     if choice.shard_optimizer:
         lines.append("FSDP shards parameters, too; it keeps them gathered during a step here.")
     if choice.recompute == "selective":
@@ -263,9 +281,10 @@ def read_torchtitan(
     """Read the configuration of a pipeline from settings of torchtitan 0.2.2.
 
     The tables ``parallelism``, ``training``, ``activation_checkpoint`` and ``compile`` are read;
-    what they lack has torchtitan's default, but recompute without a ``mode`` is ``"none"``.
-    Settings that would change the pipeline and are not understood are refused. Other settings of
-    these tables are listed in `TrainerSettings.ignored`, and other tables are left out.
+    what they lack has torchtitan's default, but recompute without a ``mode`` is ``"none"``. Of
+    ``model``, converters of linear maps to 8 bits are read, with their recipes. Settings that would
+    change the pipeline and are not understood are refused. Other settings of these tables are
+    listed in `TrainerSettings.ignored`, and other tables are left out.
 
     FSDP shards parameters, so that replicas that share only the optimizer do not occur:
     ``fsdp_reshard_after_forward = "never"`` is ``shard_parameters="step"`` of `pipesim.lower`.
@@ -350,6 +369,7 @@ def read_torchtitan(
         grad_sync="every" if accumulates else "last",
         expert_tensor_parallel=tables.count("parallelism", "expert_tensor_parallel_degree", 1),
         framework=_framework(tables),
+        precision=_precision(tables),
         schedule_csv=csv,
         ignored=tables.checked_rest(),
     )
@@ -363,6 +383,38 @@ def _framework(tables: Tables) -> Framework:
     fused = dict.fromkeys(("fused_rotary", "fused_activation", "fused_norm"), fuses)
     overlap: TensorOverlap = "async" if overlaps else "none"
     return Framework.preset("torchtitan_2024", tensor_overlap=overlap, **fused)
+
+
+#: Converters of linear maps, by their names in ``converters`` of ``model``.
+_CONVERTERS: Mapping[str, Precision] = {
+    "quantize.linear.float8": "fp8",
+    "quantize.linear.mx": "mxfp8",
+    "float8": "fp8",  # of versions before 0.2
+    "mx": "mxfp8",
+}
+
+
+def _precision(tables: Tables) -> Precision:
+    """Return the format to which linear maps are converted; 16 bits without a converter.
+
+    A scale a row is no format here: it is read as FP8, and its recipe as a setting that is not.
+    """
+    names = tables.path("model.converters")
+    names = names.split(",") if isinstance(names, str) else names or []
+    names = check_list("toml: converters of model", names, 'names, or "" for none')
+    own = [name for name in _CONVERTERS if name in names]
+    if len(own) > 1:
+        raise ArgumentError(f"toml: converters of model has {' and '.join(own)}; give one of them")
+    tables.ignored += [f"model.converters: {name}" for name in names if name not in own]
+    if not own:
+        return "bf16"
+    key = f"{own[0]}.recipe_name"
+    recipe = tables.path(key)
+    usual = ("tensorwise", "rowwise") if own[0].endswith("float8") else ("mxfp8", "mxfp8_cublas")
+    if recipe is not None:
+        check_name(f"toml: {key}", recipe, usual)
+    tables.ignored += [key] * (recipe == "rowwise")
+    return _CONVERTERS[own[0]]
 
 
 def _replicas(
@@ -567,6 +619,16 @@ class Tables:
                 raise ArgumentError(f"toml: {name} must be a table, got {table!r:.60}")
             self._values[name] = table
         self._read: set[tuple[str, str]] = set()
+        self._content = content
+        #: Settings that other functions read, and that are not understood.
+        self.ignored: list[str] = []
+
+    def path(self, path: str) -> Any:
+        """Return a value of any table, such as ``"model.converters"``; None if it is missing."""
+        value: Any = self._content
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
     def get(self, table: str, key: str, default: object) -> Any:
         """Return a value."""
@@ -594,4 +656,4 @@ class Tables:
                 raise ArgumentError(
                     f"toml: {key} is not understood; leave it out to read the other settings"
                 )
-        return tuple(f"{table}.{key}" for table, key in rest)
+        return (*(f"{table}.{key}" for table, key in rest), *self.ignored)

@@ -165,7 +165,7 @@ def test_a_command_line() -> None:
         n_microbatches=16, schedule="interleaved_1f1b", n_chunks=2, recompute="selective",
         shard_optimizer=True, sequence_parallel=True, layers_per_stage=(4,) * 8,
     )  # fmt: skip
-    assert settings.ignored == ("--bf16", "--lr", "--split")
+    assert settings.ignored == ("--lr", "--split")
     assert settings.lower_options == {
         "n_replicas": 4, "layout": "stage_major", "overlap": False, "shard_optimizer": True,
         "grad_sync": "last", "gather_parameters": "after_step", "shard_parameters": "none",
@@ -173,7 +173,7 @@ def test_a_command_line() -> None:
     }  # fmt: skip
     assert repr(settings) == (
         "<TrainerSettings tp2 pp4 dp4, interleaved_1f1b x2, 16 micro-batches of 2, selective "
-        "recompute, distributed optimizer, sequence parallel; 8x4 layers; 3 ignored>"
+        "recompute, distributed optimizer, sequence parallel; 8x4 layers; 2 ignored>"
     )
 
 
@@ -489,6 +489,75 @@ def test_costs_are_those_of_the_plan() -> None:
     )
     options = ps.read_megatron(flags, n_gpus=8).cost_options
     assert (options["expert_parallel"], options["expert_tensor_parallel"]) == (4, 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8", "mxfp8", "nvfp4"])
+def test_plans_write_their_precision(precision: Any) -> None:
+    """Megatron-LM reads it back; torchtitan says which converter to add, if it has one."""
+    plans = ps.plan(
+        MODEL, ps.Cluster("dgx_b200", n_gpus=2), global_batch=4, schedules="1f1b", progress=False,
+        pipeline_parallel=2, microbatch_size=1, precision=precision, n_best=1,
+    )  # fmt: skip
+    settings = ps.read_megatron(plans.best.to_megatron(), n_layers=8)
+    assert settings.precision == settings.cost_options["precision"] == precision
+    if precision in ("fp16", "nvfp4"):
+        with pytest.raises(ArgumentError, match=f"fp8 or mxfp8; got precision='{precision}'"):
+            plans.best.to_torchtitan()
+    else:
+        assert ("converters" in plans.best.to_torchtitan()) == (precision != "bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "ignored"),
+    [
+        ("", "bf16", ()),
+        ("--bf16 --fp8-format hybrid", "fp8", ()),  # with delayed scales
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather", "mxfp8",
+         ("--fp8-param-gather",)),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "fp8", ("--fp8-recipe",)),
+        ("--fp8-recipe mxfp8", "bf16", ("--fp8-recipe",)),
+        ("--fp4-format e2m1", "nvfp4", ()),
+    ],
+)  # fmt: skip
+def test_precision_of_megatron(flags: str, precision: str, ignored: tuple[str, ...]) -> None:
+    settings = ps.read_megatron(f"{LEAST} {flags}")
+    assert (settings.precision, settings.ignored) == (precision, ignored)
+
+
+@pytest.mark.parametrize(
+    ("toml", "precision", "ignored"),
+    [
+        ("[model]\nconverters = []", "bf16", ()),
+        ('[model]\nconverters = ["quantize.linear.float8"]', "fp8", ()),
+        ('[model]\nconverters = "float8"\n[float8]\nrecipe_name = "rowwise"', "fp8",
+         ("float8.recipe_name",)),
+        ('[model]\nconverters = ["quantize.linear.mx", "quantize.grouped_mm.mx"]\n'
+         '[quantize.linear.mx]\nrecipe_name = "mxfp8_cublas"', "mxfp8",
+         ("model.converters: quantize.grouped_mm.mx",)),
+    ],
+)  # fmt: skip
+def test_precision_of_torchtitan(toml: str, precision: str, ignored: tuple[str, ...]) -> None:
+    settings = ps.read_torchtitan(toml)
+    assert (settings.precision, settings.ignored) == (precision, ignored)
+
+
+def test_mistakes_of_precisions() -> None:
+    for flags, message in (
+        ("--bf16 --fp16", "--bf16 and --fp16 contradict"),
+        ("--fp8-format e4m3 --fp4-format e2m1", "--fp8-format and --fp4-format contradict"),
+        ("--fp8-format e5m2", "unknown flags: --fp8-format 'e5m2'"),
+        ("--fp8-format e4m3 --fp8-recipe custom", "unknown flags: --fp8-recipe 'custom'"),
+    ):
+        with pytest.raises(PipeError, match=message):
+            ps.read_megatron(f"{LEAST} {flags}")
+    float8 = '[model]\nconverters = ["quantize.linear.float8"]\n[quantize.linear.float8]\n'
+    with pytest.raises(PipeError, match="recipe_name 'rowwise_with_gw_hp'"):
+        ps.read_torchtitan(f'{float8}recipe_name = "rowwise_with_gw_hp"')
+    with pytest.raises(ArgumentError, match="float8 and mx"):
+        ps.read_torchtitan('[model]\nconverters = "float8,mx"')
+    options = ps.read_megatron(f"{LEAST} --fp8-format hybrid").cost_options
+    with pytest.raises(PipeError, match="has no products of this format"):
+        MODEL.costs(gpu="a100_80gb", **{**options, "layers_per_stage": (8,)})
 
 
 def test_frameworks_of_flags_and_settings() -> None:
