@@ -30,6 +30,7 @@ from pipesim.errors import (
     suggestion,
 )
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import StreamKind
 from pipesim.lowering.lower import lower
 from pipesim.lowering.recomputes import RECOMPUTE as TASK_RECOMPUTE
 from pipesim.models.gpu import GPU
@@ -37,6 +38,7 @@ from pipesim.models.parallel import RECOMPUTE
 from pipesim.models.placed_split import is_word
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
+from pipesim.ops import SENDS
 from pipesim.scheduling.registry import options_of_schedules, schedule, schedule_info
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.sweeps.settings import COST_OPTIONS, LOWERING, MODEL, device_size, make_model
@@ -224,7 +226,8 @@ class StepPrediction:
     @property
     def blocks(self) -> bool:
         """Whether messages between stages block their stage."""
-        return self.graph.n_devices > 1 and not self.graph.overlap
+        kinds = self.graph.kinds
+        return bool((kinds.is_op(SENDS) & (kinds.stream == StreamKind.COMPUTE)).any())
 
     def seconds(self, gpu: GPU, network: Network | None) -> float:
         """Return the predicted seconds."""

@@ -24,6 +24,8 @@ GradSync = Literal["last", "bucketed"]
 GatherParameters = Literal["after_step", "before_forward"]
 GradientExchange = Literal["reduce_scatter", "all_reduce"]
 ExpertProducts = Literal["streams", "grouped", "sequential"]
+Messages = Literal["overlapped", "interleaved", "blocking"]
+RankOrder = Literal["", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 #: Buckets of the gradients of a stage.
 Buckets = Annotated[int, Range(1, 1000)]
 
@@ -117,6 +119,14 @@ class Framework:
         Share of its speed that compute loses beside a fast collective between replicas; 0 (the
         default) for none. `pipesim.Costs` has its rule and source. Presets that hide collectives
         behind compute have the 0.43 that was measured there.
+    messages
+        When messages between stages run beside compute: ``"overlapped"`` (the default), always;
+        ``"interleaved"``, if a device has several stages; ``"blocking"``, never.
+    rank_order
+        Order of ranks as `pipesim.Layout` takes it, the kind with consecutive numbers first.
+        ``"tp-cp-ep-dp-pp"`` is ``layout="stage_major"`` of `pipesim.lower`, and
+        ``"tp-cp-ep-pp-dp"`` ``"replica_major"``. Empty (the default) for the default of each
+        function.
     schedules
         Names of the schedules of its pipelines; empty if it has no pipelines, and None (the
         default) for all. One device has no pipeline, and runs any schedule.
@@ -162,6 +172,8 @@ class Framework:
     n_buckets: Buckets = 4
     gather_parameters: GatherParameters = "after_step"
     overlap_cost: Fraction = 0.0
+    messages: Messages = "overlapped"
+    rank_order: RankOrder = ""
     schedules: tuple[str, ...] | None = None
     launch: Amount | None = None
     source: str = ""
@@ -213,9 +225,12 @@ _OVERLAP_COST = 0.43
 
 PRESETS: dict[str, Framework] = {
     "megatron_2021": Framework(
+        messages="blocking",
+        rank_order="tp-cp-ep-dp-pp",
         schedules=("1f1b", "interleaved_1f1b"),
         launch=45e-6,
-        source="Narayanan et al., arXiv 2104.04473; launches: 240 steps of vTrain's node are "
+        source="Narayanan et al., arXiv 2104.04473; Megatron-LM, p2p_communication.py (requests "
+        "are waited for), parallel_state.py; launches: 240 steps of vTrain's node are "
         "predicted best with 50 us a kernel (Bang et al., arXiv 2312.12391)",
     ),
     "megatron_deepspeed_2022": Framework(
@@ -224,9 +239,12 @@ PRESETS: dict[str, Framework] = {
         exchange_element_bytes=4.0,
         gradient_exchange="all_reduce",
         exchange_copies=16.0,
+        messages="blocking",
+        rank_order="tp-cp-ep-dp-pp",
         schedules=("1f1b",),
         source="BigScience's Megatron-DeepSpeed: ALiBi as addend of baddbmm; bf16 optimizer of "
-        "DeepSpeed, which sums and exchanges gradients in 32 bits (chronicles-prequel.md)",
+        "DeepSpeed, which sums and exchanges gradients in 32 bits (chronicles-prequel.md); "
+        "DeepSpeed, runtime/pipe: schedule.py (TrainSchedule), p2p.py, topology.py",
     ),
     "aleph_scaling_2023": Framework(
         fused_rotary=False,
@@ -236,9 +254,12 @@ PRESETS: dict[str, Framework] = {
         exchange_element_bytes=4.0,
         gradient_exchange="all_reduce",
         exchange_copies=26.0,
+        messages="blocking",
+        rank_order="tp-cp-ep-dp-pp",
         schedules=("1f1b",),
         source="Aleph-Alpha/scaling: core/nn/rotary.py, mlp.py, linear/column_parallel_linear.py, "
-        "core/optimizer/allreduce.py (allreduce_tensor_in_float32), parameter_group.py",
+        "core/optimizer/allreduce.py (allreduce_tensor_in_float32), parameter_group.py, "
+        "core/nn/pipeline_schedule/train.py, parallel_module/communicator.py, topology.py",
     ),
     "llm_foundry_2023": Framework(
         attention_kernel="triton",
@@ -255,10 +276,13 @@ PRESETS: dict[str, Framework] = {
         n_buckets=16,
         gather_parameters="before_forward",
         overlap_cost=_OVERLAP_COST,
+        messages="interleaved",
+        rank_order="tp-cp-ep-dp-pp",
         schedules=("1f1b", "interleaved_1f1b"),
         source="NVIDIA/dgxc-benchmarking, settings of NeMo: ub_tp_comm_overlap, overlap_grad_sync, "
         "overlap_param_sync; Megatron-Bridge, comm_overlap.py; Megatron-LM, buckets of at least "
-        "40 million parameters, which are 10 to 30 of a chunk of models of 70 to 400 billion",
+        "40 million parameters, which are 10 to 30 of a chunk of models of 70 to 400 billion; "
+        "arguments.py (overlap_p2p_comm with interleaving alone), parallel_state.py",
     ),
     "nemo_2025": Framework(
         attention_kernel="cudnn",
@@ -269,6 +293,8 @@ PRESETS: dict[str, Framework] = {
         n_buckets=16,
         gather_parameters="before_forward",
         overlap_cost=_OVERLAP_COST,
+        messages="interleaved",
+        rank_order="tp-cp-ep-dp-pp",
         schedules=("1f1b", "interleaved_1f1b"),
         source="as megatron_core_2024; NVIDIA/dgxc-benchmarking: grad_sync_dtype bf16 (sums have "
         "16 bits: bytes_per_gradient=2), gradient_accumulation_fusion",
@@ -295,7 +321,9 @@ PRESETS: dict[str, Framework] = {
         norm_bytes=4.0,
         separate_gate=True,
         overlap_cost=_OVERLAP_COST,
-        source="pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
+        rank_order="tp-cp-ep-dp-pp",
+        source="pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; "
+        "distributed/parallel_dims.py",
     ),
 }
 

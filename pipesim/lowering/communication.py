@@ -56,6 +56,7 @@ class Collectives(NamedTuple):
 @lru_cache(maxsize=32)
 def add_partners(
     compute: Kinds,
+    sends_beside: bool,
     overlap: bool,
     streams: str,
     collectives: Collectives,
@@ -63,10 +64,11 @@ def add_partners(
 ) -> tuple[Kinds, Partners]:
     """Add the kinds of collectives, and those of messages between stages on different devices.
 
+    Messages with ``sends_beside``, and collectives with ``overlap``, run beside compute.
     The kinds of ``compute`` come first. ``borders`` are the pairs of stages between which skips
     have messages.
     """
-    kinds, messages = _add_messages(compute, overlap, streams, borders)
+    kinds, messages = _add_messages(compute, sends_beside, streams, borders)
     stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
     kinds, adds_to, reduce = _add_reductions(compute, kinds, stream, collectives)
     before, after, kinds = exchange_kinds(compute, kinds, stream, collectives.exchanges, borders)

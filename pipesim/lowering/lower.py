@@ -52,7 +52,7 @@ from pipesim.lowering.exchanges import (
     ordered_exchanges,
 )
 from pipesim.lowering.expert_segments import checked_experts
-from pipesim.lowering.framework_options import framework_options
+from pipesim.lowering.framework_options import LAYOUT_OF_RANKS, framework_options
 from pipesim.lowering.issue_order import (
     IssueOrder,
     in_issue_order,
@@ -150,7 +150,7 @@ def lower(
     issue_order: IssueOrder = "clock_cycle",
     step: Literal["flush", "none"] = "flush",
     n_replicas: Count = 1,
-    layout: Layout = "replica_major",
+    layout: Layout | None = None,
     grad_sync: GradSyncArgument | None = None,
     n_buckets: Buckets | None = None,
     shard_optimizer: bool = False,
@@ -171,6 +171,7 @@ def lower(
     shard_parameters: ShardParameters = "none",
     expert_layers: Iterable[float] | float = (),
     expert_replicas: Count | None = None,
+    blocking_messages: bool | None = None,
     framework: Framework | Mapping[str, Any] | str | None = None,
 ) -> TaskGraph:
     """Lower a schedule to the tasks that the simulator and the executor run.
@@ -230,6 +231,7 @@ def lower(
     layout
         Devices with consecutive numbers: those of a replica (``"replica_major"``), or those of the
         replicas of a stage (``"stage_major"``); see `pipesim.scheduling.placement.replica_devices`.
+        None (the default) for ``"replica_major"``, if ``framework`` has no order of ranks.
     grad_sync
         When gradients are reduced:
 
@@ -366,11 +368,15 @@ def lower(
         Number of replicas that together have all experts, and exchange tokens; such as
         ``Costs.expert_replicas``. It divides ``n_replicas``: replicas from 0 on are the first such
         group. None: all replicas.
+    blocking_messages
+        Whether messages between stages run on the compute stream as with ``overlap=False``, while
+        collectives and copies overlap: Megatron-LM's 1F1B without interleaving.
     framework
         What the training framework does, as a `pipesim.Framework`, the name of a preset, or a
-        mapping of its attributes. It gives ``grad_sync``, ``n_buckets`` and ``gather_parameters``,
-        where they are None (the default), as far as they suit the other options. None (the
-        default) for ``"last"``, 4 and ``"after_step"``. Give it to `pipesim.Transformer.costs` too.
+        mapping of its attributes. It gives ``grad_sync``, ``n_buckets``, ``gather_parameters``,
+        ``blocking_messages`` and ``layout``, where they are None (the default), as far as they suit
+        the other options. None (the default) for ``"last"``, 4, ``"after_step"`` and False. Give
+        it to `pipesim.Transformer.costs` too.
 
     Returns
     -------
@@ -421,6 +427,9 @@ def lower(
     )  # fmt: skip
     n_buckets = own.n_buckets if n_buckets is None else n_buckets
     gathers = own.gather_parameters if gather_parameters is None else gather_parameters
+    blocks = own.blocking_messages if blocking_messages is None else blocking_messages
+    sends_beside = overlap and not blocks
+    layout = layout or LAYOUT_OF_RANKS.get(framework.rank_order, "replica_major")
     collectives = checked_collectives(
         schedule, own.grad_sync if grad_sync is None else grad_sync, n_buckets, exchanges,
         n_replicas, shard_optimizer, gathers, step,
@@ -451,8 +460,10 @@ def lower(
     compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards, experts)
     cycles = clock_cycles(schedule, compute)
     borders = tuple(border_crossings(pairs, portals))
-    kinds, partners = add_partners(compute.kinds, overlap, streams, collectives, borders)
-    issued = issue(compute, cycles, partners, overlap, n_replicas, collectives.groups)
+    kinds, partners = add_partners(
+        compute.kinds, sends_beside, overlap, streams, collectives, borders
+    )
+    issued = issue(compute, cycles, partners, sends_beside, n_replicas, collectives.groups)
     issued = ordered_exchanges(exchanges, kinds, issued)
     kinds, issued = with_device_collectives(of_devices, kinds, issued, overlap)
     kinds, issued = with_parameter_shards(parameters, kinds, issued, overlap)
@@ -480,7 +491,7 @@ def lower(
         issued = replicated(issued, n_replicas, len(kinds))
         kinds = replicated_kinds(kinds, replica_devices(n_replicas, schedule.n_devices, layout))
     kind, microbatch = issued.kind, issued.microbatch
-    if overlap and streams == "per_microbatch":
+    if sends_beside and streams == "per_microbatch":
         kinds, kind = with_streams_of_microbatches(kinds, kind, microbatch)
     if recompute_waits:
         order = gradients_first(kinds, kind, microbatch)
@@ -488,7 +499,7 @@ def lower(
     graph = TaskGraph.of_kinds(
         kinds, kind, microbatch, name=schedule.name, host=host, options=options
     )
-    if not overlap and (rendezvous or recompute_waits):  # may need another order, or deadlock
+    if not sends_beside and (rendezvous or recompute_waits):  # may need another order, or deadlock
         graph = graph.in_topological_order()
         verify(graph)
     return in_issue_order(graph, issue_order).as_verified()
@@ -532,9 +543,10 @@ def lower_replica(
         weight_versions=schedule.weight_versions,
     )
     compute = with_recomputes_and_steps(schedule, "listed", "flush", False, ())
-    kinds, partners = add_partners(compute.kinds, True, "per_peer", collectives, ())
+    sends_beside = not own.blocking_messages
+    kinds, partners = add_partners(compute.kinds, sends_beside, True, "per_peer", collectives, ())
     cycles = clock_cycles(schedule, compute)
-    issued = issue(compute, cycles, partners, True, 1, collectives.groups)
+    issued = issue(compute, cycles, partners, sends_beside, 1, collectives.groups)
     kinds, issued = with_parameter_shards(parameters, kinds, issued, overlap=True)
     return TaskGraph.of_kinds(
         kinds, issued.kind, issued.microbatch, name=schedule.name, options=options

@@ -34,8 +34,6 @@ class TrainerSettings:
         Sequences of a step of all replicas.
     layout
         Order of the devices of replicas, as in `pipesim.lower`.
-    overlap
-        Whether messages overlap compute.
     grad_sync, gather_parameters
         When replicas reduce gradients and gather parameters, as in `pipesim.lower`.
     expert_tensor_parallel
@@ -69,7 +67,6 @@ class TrainerSettings:
     choice: PlanChoice
     global_batch: int
     layout: Layout = "stage_major"
-    overlap: bool = True
     grad_sync: GradSyncs = "last"
     gather_parameters: GatherParameters = "after_step"
     expert_tensor_parallel: int = 1
@@ -110,7 +107,6 @@ class TrainerSettings:
         return {
             "n_replicas": choice.data_parallel,
             "layout": self.layout,
-            "overlap": self.overlap,
             "shard_optimizer": choice.shard_optimizer,
             "grad_sync": self.grad_sync,
             "gather_parameters": self.gather_parameters,

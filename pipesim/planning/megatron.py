@@ -16,10 +16,10 @@ from pipesim.costs.layer_split import read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
 from pipesim.framework.framework import BEST_CASE, Framework, FusedSums, GatherParameters
 from pipesim.graph.options import GradSyncs
-from pipesim.lowering.framework_options import FrameworkOptions
+from pipesim.lowering.framework_options import LAYOUT_OF_RANKS, FrameworkOptions
 from pipesim.lowering.parameter_shards import ShardParameters
-from pipesim.planning.choice import PlanChoice, layer_by_layer
 from pipesim.models.precision import Precision
+from pipesim.planning.choice import PlanChoice, layer_by_layer
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout
 from pipesim.utils.texts import parse_int
@@ -89,6 +89,8 @@ def megatron_flags(
     flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
     gathers = exchange.gather_parameters == "before_forward"
     reduces = exchange.grad_sync == "bucketed"
+    blocks = choice.n_chunks > 1 and exchange.blocking_messages
+    flags += ["--no-overlap-p2p-communication"] * blocks
     flags += ["--overlap-grad-reduce"] * (reduces or gathers)  # which the gather needs
     flags += ["--overlap-param-gather"] * gathers
     flags += _FSDP * choice.shards_parameters
@@ -269,16 +271,15 @@ def read_megatron(
     )
     choice = layer_by_layer(choice)
     grad_sync, gather_parameters = _exchange(read, choice)
-    in_a_row = read.switch("--use-tp-pp-dp-mapping")
+    framework = _framework(read)
     return TrainerSettings(
         choice,
         batch,
-        layout="replica_major" if in_a_row else "stage_major",
-        overlap=not read.switch("--no-overlap-p2p-communication"),
+        layout=LAYOUT_OF_RANKS[framework.rank_order],
         grad_sync=grad_sync,
         gather_parameters=gather_parameters,
         expert_tensor_parallel=read.count("--expert-tensor-parallel-size") or t,
-        framework=_framework(read),
+        framework=framework,
         precision=_precision(read),
         ignored=_checked_rest(read),
     )
@@ -404,6 +405,8 @@ def _framework(read: Flags) -> Framework:
     sums: FusedSums = "all" if read.switch("--grad-reduce-in-bf16") else "wider"
     framework = Framework.preset(
         "megatron_core_2024",
+        messages="blocking" if read.switch("--no-overlap-p2p-communication") else "interleaved",
+        rank_order="tp-cp-ep-pp-dp" if read.switch("--use-tp-pp-dp-mapping") else "tp-cp-ep-dp-pp",
         tensor_overlap="userbuffers" if read.switch("--tp-comm-overlap") else "none",
         fused_sums="none" if read.switch("--no-gradient-accumulation-fusion") else sums,
         grad_sync="bucketed" if reduces else "last",

@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack, get_args
 from pipesim.analysis.prediction_interval import KnownSteps, known_steps
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_type, number
 from pipesim.framework.framework import GatherParameters, GradSync
+from pipesim.lowering.framework_options import LAYOUT_OF_RANKS
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import FixedSettings, Parallel, as_parallel, takes_settings
@@ -67,7 +68,7 @@ def plan(
     offload: str | float | Sequence[str | float] | None = None,
     n_slices: int | Sequence[int] | None = None,
     split: PlanSplit = "refined",
-    layout: Layout = "stage_major",
+    layout: Layout | None = None,
     grad_sync: GradSync | None = None,
     gather_parameters: GatherParameters | None = None,
     memory_limit: float | str | None = None,
@@ -141,7 +142,8 @@ def plan(
         possible; ``"refined"`` (the default), balanced, and those of the best few moved as long as
         the simulated step takes less time; or ``"even"``, as many on each stage.
     layout
-        Order of devices, as in `pipesim.lower`: by default replicas of a stage are neighbours.
+        Order of devices, as in `pipesim.lower`; by default that of the framework's ranks, or else
+        replicas of a stage are neighbours.
     grad_sync, gather_parameters
         When replicas reduce gradients, and gather what others have stepped, as in `pipesim.lower`;
         by default as the framework does. Without a pipeline, replicas that share parameters reduce
@@ -346,7 +348,8 @@ def checked_problem(
     return PlanProblem(
         model, cluster, global_batch,
         None if limit is None else float(checked_memory_limit(limit, 1)[0]),
-        layout=check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
+        layout=LAYOUT_OF_RANKS.get(parallel.framework.rank_order, "stage_major") if layout is None
+        else check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
         memory_reserve=reserve, is_even=is_even, parallel=parallel,
     )  # fmt: skip
 

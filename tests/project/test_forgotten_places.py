@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shard_parameters": {"shard_parameters": "every", "n_replicas": 2},
     "expert_layers": {"expert_layers": 1, "n_replicas": 2},
     "expert_replicas": {"expert_replicas": 2, "expert_layers": 1, "n_replicas": 4},
+    "blocking_messages": {"blocking_messages": True},
     "framework": {"framework": {"grad_sync": "bucketed"}, "n_replicas": 2},
 }
 NETWORK = ps.Network(latency=0.01, bandwidth=64, host=ps.HostLink(bandwidth=32))

@@ -224,7 +224,7 @@ def test_lower_exchanges_as_the_framework(
     schedule = ps.schedule(name, 2, 2)
     every = {"grad_sync": "bucketed", "n_buckets": 16, "gather_parameters": "before_forward"}
     hides = {**{key: every[key] for key in hidden}, "n_buckets": 16}
-    core = ps.Framework.preset("megatron_core_2024", schedules=None)
+    core = ps.Framework.preset("megatron_core_2024", schedules=None, messages="overlapped")
     own, same = (ps.lower(schedule, **{**more, **options}) for more in ({"framework": core}, hides))
     assert [str(task) for task in own] == [str(task) for task in same]
     assert own.options == same.options
@@ -232,6 +232,47 @@ def test_lower_exchanges_as_the_framework(
     assert source is not None
     again = ps.lower(source.schedule, **source.arguments)
     assert [str(task) for task in again] == [str(task) for task in own]
+
+
+@pytest.mark.parametrize(
+    ("messages", "makespan", "interleaved"),
+    [("overlapped", 11, "send:1"), ("interleaved", 12, "send:1"), ("blocking", 12, "compute")],
+)
+def test_messages_of_frameworks(messages: Any, makespan: float, interleaved: str) -> None:
+    """Seconds of F are 1, of B 2, of a message 1; a blocking one (>) is in the way of compute.
+
+    ::
+
+        overlapped  0F 0F  .  .  .  . 0B 0B  . 0B 0B   blocking  0F  > 0F  >  .  . 0B 0B  .  . 0B 0B
+                     .  . 1F 1B 1B 1F 1B 1B                       .  . 1F 1B 1B  > 1F 1B 1B  >
+    """
+    framework = ps.Framework(messages=messages)
+    graph = ps.lower(ps.schedule("1f1b", 2, 2), framework=framework)
+    costs = ps.Costs(1, 2, output_bytes=1, network=ps.Network(bandwidth=1))
+    for engine in ("compiled", "simpy"):
+        assert ps.simulate(graph, costs, engine=engine).makespan == makespan
+    chunks = ps.schedule("interleaved_1f1b", 2, 2, n_chunks=2)
+    graph = ps.lower(chunks, framework=framework, n_replicas=2, layout="replica_major")
+    streams = {task.op.name: task.stream for task in graph if task.device == 0}
+    assert streams["SEND_F"] == interleaved
+    assert streams["REDUCE_GRAD"] == "collective"
+
+
+def test_order_of_ranks_of_frameworks() -> None:
+    """As `pipesim.Layout` numbers the GPUs; plans take it too, unless they are told otherwise."""
+    for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
+        layout = ps.Layout(data_parallel=2, pipeline_parallel=2, order=order)
+        framework = ps.Framework(rank_order=order)  # type: ignore[arg-type]
+        schedule = ps.schedule("1f1b", 2, 2)
+        own = ps.lower(schedule, n_replicas=2, framework=framework)
+        same = ps.lower(schedule, **layout.lowering)
+        assert (own.device == same.device).all()
+        plans = ps.plan(
+            replace(LLAMA, n_layers=4), ps.Cluster("dgx_h100", n_gpus=4), global_batch=4,
+            tensor_parallel=1, pipeline_parallel=2, microbatch_size=1, recompute="none",
+            schedules="1f1b", framework=framework, progress=False,
+        )  # fmt: skip
+        assert plans.problem.layout == layout.lowering["layout"]
 
 
 def test_frameworks_run_their_schedules() -> None:

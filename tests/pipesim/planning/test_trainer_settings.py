@@ -122,7 +122,8 @@ def test_every_choice_of_torchtitan() -> None:
 @pytest.mark.parametrize("layout", ["stage_major", "replica_major"])
 def test_the_graph_of_a_plan(choice: PlanChoice, layout: Any) -> None:
     """Its tasks, devices and dependencies."""
-    problem = replace(plans().problem, layout=layout)
+    parallel = replace(plans().problem.parallel, framework=ps.Framework(messages="interleaved"))
+    problem = replace(plans().problem, layout=layout, parallel=parallel)
     plan = replace(plans(), problem=problem).plan(choice)
     settings = ps.read_megatron(plan.to_megatron(), n_layers=8, n_gpus=8)
     assert settings.schedule.orders == plan.schedule.orders
@@ -167,10 +168,11 @@ def test_a_command_line() -> None:
     )  # fmt: skip
     assert settings.ignored == ("--lr", "--split")
     assert settings.lower_options == {
-        "n_replicas": 4, "layout": "stage_major", "overlap": False, "shard_optimizer": True,
+        "n_replicas": 4, "layout": "stage_major", "shard_optimizer": True,
         "grad_sync": "last", "gather_parameters": "after_step", "shard_parameters": "none",
         "offload": "none", "framework": settings.framework,
     }  # fmt: skip
+    assert settings.framework.messages == "blocking"
     assert repr(settings) == (
         "<TrainerSettings tp2 pp4 dp4, interleaved_1f1b x2, 16 micro-batches of 2, selective "
         "recompute, distributed optimizer, sequence parallel; 8x4 layers; 2 ignored>"

@@ -259,7 +259,12 @@ def test_simulate_runs_equal_replicas_once(engine: str, monkeypatch: pytest.Monk
     [
         {"shard_optimizer": False},
         {"shard_optimizer": True},
-        {"shard_optimizer": True, "framework": ps.Framework.preset("megatron_core_2024")},
+        {
+            "shard_optimizer": True,
+            "framework": ps.Framework(
+                grad_sync="bucketed", gather_parameters="before_forward", messages="interleaved"
+            ),
+        },
         {"shard_optimizer": False, "shard_parameters": "every", "grad_sync": "every"},
         {"shard_optimizer": False, "shard_parameters": 1},
     ],
