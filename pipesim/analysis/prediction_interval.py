@@ -32,12 +32,16 @@ _FILE = Path(__file__).with_name("published_quotients.json")
 #: Least number of published steps whose quantiles say where others will be.
 _LEAST = 20
 #: A framework that fuses and hides all, and one that does neither.
-_BEST = Framework(attention_kernel="fa3", tensor_overlap="userbuffers")
+_BEST = Framework(
+    attention_kernel="fa3", tensor_overlap="userbuffers", fused_router=True,
+    shared_expert_overlap=True,
+)  # fmt: skip
 _WORST = Framework(
     attention_kernel="fa1", fused_rotary=False, fused_activation=False, fused_norm=False,
     norm_bytes=4, separate_gate=True, attention_copies=True, fused_sums="none",
     exchange_element_bytes=4, gradient_exchange="all_reduce", exchange_copies=26,
-    overlap_cost=0.43,
+    overlap_cost=0.43, expert_products="sequential", fused_permute=False, fused_expert_bias=False,
+    expert_padding=True,
 )  # fmt: skip
 
 
