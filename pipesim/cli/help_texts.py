@@ -14,7 +14,7 @@ A TOML file (--config) holds the same settings; options override it:
   devices = 4
   microbatches = 8
   recompute = "always"      # likewise all options of --help lowering, such as grad_sync
-  framework = "nemo_2025"   # exchanges, and costs of a model, of a framework; or a table
+  # framework = "nemo_2025" # exchanges, and costs of a model, of a framework; or a table
   memory_limit = "80GiB"    # bytes that a device may hold, as a text or a number
   per = "device"            # costs are of all that a device holds, however many stages;
                             # "layers": of as many parts of the model, in order of its layers

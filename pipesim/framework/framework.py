@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pipesim.errors import check_list, check_name, check_text, check_type
+from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type
 from pipesim.utils.checks import Amount, Fraction, Range, checked
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ GradSync = Literal["last", "bucketed"]
 GatherParameters = Literal["after_step", "before_forward"]
 GradientExchange = Literal["reduce_scatter", "all_reduce"]
 ExpertProducts = Literal["streams", "grouped", "sequential"]
+#: Parts of a layer that ``recompute="selective"`` may recompute.
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe_act", "second_products"]
 Messages = Literal["overlapped", "interleaved", "blocking"]
 RankOrder = Literal["", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 #: Buckets of the gradients of a stage.
@@ -119,6 +121,17 @@ class Framework:
         Share of its speed that compute loses beside a fast collective between replicas; 0 (the
         default) for none. `pipesim.Costs` has its rule and source. Presets that hide collectives
         behind compute have the 0.43 that was measured there.
+    recompute_modules
+        What ``recompute="selective"`` recomputes in a layer; ``("core_attn",)`` by default. The
+        first four are those of Megatron-Core's ``--recompute-modules``.
+
+        - ``"core_attn"``: the attention core.
+        - ``"layernorm"``: both norms, whose outputs are not kept.
+        - ``"mlp"``: the MLP of a dense layer, of which only the input is kept.
+        - ``"moe_act"``: the activation of experts, whose output is not kept.
+        - ``"second_products"``, alone: all but the core and every other matrix product, of which
+          q, v, the first of the MLP and down are kept, as in torchtitan with ``"op"``. It is for
+          dense layers without latent attention.
     messages
         When messages between stages run beside compute: ``"overlapped"`` (the default), always;
         ``"interleaved"``, if a device has several stages; ``"blocking"``, never.
@@ -172,6 +185,7 @@ class Framework:
     n_buckets: Buckets = 4
     gather_parameters: GatherParameters = "after_step"
     overlap_cost: Fraction = 0.0
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     messages: Messages = "overlapped"
     rank_order: RankOrder = ""
     schedules: tuple[str, ...] | None = None
@@ -183,6 +197,15 @@ class Framework:
             names = check_list("schedules", self.schedules, "names of schedules, or None for all")
             checked_names = tuple(check_text("schedules: a name", name) for name in names)
             object.__setattr__(self, "schedules", checked_names)
+        modules = check_list("recompute_modules", self.recompute_modules, "names of modules")
+        for name in modules:
+            check_name("recompute_modules: module", name, get_args(RecomputeModule))
+        if not modules or ("second_products" in modules and len(modules) > 1):
+            raise ArgumentError(
+                "recompute_modules must be modules of Megatron-Core, such as ['core_attn', 'mlp'], "
+                f"or ['second_products'] alone, got {modules!r:.80}"
+            )
+        object.__setattr__(self, "recompute_modules", tuple(modules))
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Framework:
@@ -321,9 +344,10 @@ PRESETS: dict[str, Framework] = {
         norm_bytes=4.0,
         separate_gate=True,
         overlap_cost=_OVERLAP_COST,
+        recompute_modules=("second_products",),
         rank_order="tp-cp-ep-dp-pp",
         source="pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; "
-        "distributed/parallel_dims.py",
+        "distributed/parallel_dims.py, activation_checkpoint.py",
     ),
 }
 

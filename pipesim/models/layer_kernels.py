@@ -57,6 +57,7 @@ from pipesim.models.shard_sizes import (
     attention_matrices,
     fuses_weight_grads,
     layer_matrices,
+    recomputes,
     routed_matrices,
     shared_matrices,
 )
@@ -70,7 +71,8 @@ if TYPE_CHECKING:
 class OperationKernels(NamedTuple):
     """Kernels of F, I and W of one layer, of the embedding, or of the head; B has those of I and W.
 
-    ``recompute`` are those that a backward runs again with the ``recompute`` of the shard.
+    ``recompute`` are those that a backward runs again with the ``recompute`` of the shard, and with
+    ``recompute_modules`` of its framework.
     """
 
     forward: tuple[Kernel, ...]
@@ -252,8 +254,31 @@ def layer_kernels(shard: Shard, *, experts: bool = False) -> OperationKernels:
         + residual.input_grad + first.input_grad + norm.input_grad
     )  # fmt: skip
     weight_grad = second.weight_grad + norm.weight_grad + first.weight_grad + norm.weight_grad
-    recompute = {"none": (), "selective": core.forward, "full": forward}[shard.recompute]
-    return OperationKernels(forward, input_grad, weight_grad, recompute)
+    again = forward if shard.recompute == "full" else ()
+    again += core.forward * recomputes(shard, "core_attn")
+    again += 2 * norm.forward * recomputes(shard, "layernorm")
+    again += second.forward * recomputes(shard, "mlp")
+    if recomputes(shard, "second_products"):
+        again = (*_second_products(sizes), *2 * norm.forward, *residual.forward)
+        again += core.forward * (not shard.flash_attention)
+    return OperationKernels(forward, input_grad, weight_grad, again)
+
+
+def _second_products(sizes: KernelSizes) -> tuple[Kernel, ...]:
+    """Return all but norms and residual of what torchtitan recomputes of a dense layer.
+
+    Of its products (q, k, v, projection, gate, up, down) it keeps every other result. That of
+    ``down`` is no input of a backward.
+    """
+    shard, model, t = sizes.shard, sizes.shard.model, sizes.shard.tensor_parallel
+    maps = layer_matrices(shard)
+    up, down = maps["up"], maps["down"]
+    keys = sizes.product("qkv", sizes.tokens, model.kv_size / t, up.inputs)
+    second = sizes.product("up", sizes.tokens, down.inputs, up.inputs) if model.gated_mlp else ()
+    activation = [x for x in _mlp(sizes, maps).forward if x.name == "activation"]
+    rotary = rotary_kernels(sizes, is_backward=False)
+    projection = sizes.forward_product("projection", maps["projection"])
+    return (*keys, *rotary, *projection, *second, *activation)
 
 
 def layer_segments(shard: Shard) -> LayerSegments:
@@ -274,7 +299,11 @@ def layer_segments(shard: Shard) -> LayerSegments:
         after.weight_grad,
     )
     if shard.recompute == "selective":
-        attention = attention._replace(recompute=core.forward)
+        again = core.forward * recomputes(shard, "core_attn")
+        again += 2 * norm.forward * recomputes(shard, "layernorm")
+        activation = [x for x in middle.forward if x.name == "experts activation"]
+        attention = attention._replace(recompute=again)
+        middle = middle._replace(recompute=tuple(activation) * recomputes(shard, "moe_act"))
     elif shard.recompute == "full":
         attention, middle, rest = (
             part._replace(recompute=part.forward) for part in (attention, middle, rest)

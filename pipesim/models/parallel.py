@@ -44,8 +44,9 @@ class Parallel:
         divides s.
     recompute
         Recompute of layers inside B and I. ``"selective"``: of the attention core, whose softmax
-        and dropout are dropped (FlashAttention does not store them either). ``"full"``: of whole
-        layers, of which only the input is kept.
+        and dropout are dropped (FlashAttention does not store them either), or of what
+        ``recompute_modules`` of the framework says. ``"full"``: of whole layers, of which only the
+        input is kept.
     flash_attention
         Whether the attention core is one fused kernel, which keeps neither scores nor softmax, but
         32 bits for each head and token.

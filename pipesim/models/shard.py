@@ -23,6 +23,7 @@ from pipesim.models.shard_sizes import (
     layer_matrices,
     optimizer_parameters,
     per_stage,
+    recomputes,
     routed_matrices,
     shared_matrices,
     stage_parameters,
@@ -77,6 +78,13 @@ class Shard(Parallel):
             check_divides("tensor_parallel", t, name, getattr(model, name))
         _check_context(self)
         _check_experts(self)
+        if recomputes(self, "second_products") and (model.n_experts or model.kv_rank):
+            what = "experts" if model.n_experts else "latent attention"
+            raise ArgumentError(
+                f'recompute="selective" of {self.framework.name or "the framework"} keeps every '
+                f'other product of dense layers, and the model has {what}; give recompute="none" '
+                'or "full", or a framework with recompute_modules=["core_attn"]'
+            )
 
     @property
     def tokens(self) -> int:

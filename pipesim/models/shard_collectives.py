@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesim.models.routing import reached
-from pipesim.models.shard_sizes import FP32_BYTES, dense_parameters, routed_parameters, stage_keys
+from pipesim.models.shard_sizes import (
+    FP32_BYTES,
+    dense_parameters,
+    recomputes,
+    routed_parameters,
+    stage_keys,
+)
 from pipesim.network.collectives import (
     Group,
     gpus_all_to_all,
@@ -205,7 +211,7 @@ def group_collectives(shard: Shard) -> GroupCollectives:
     if exchanges is None:
         return groups
     forward, backward = ((exchange,) for exchange in exchanges)
-    again = () if shard.recompute == "none" else forward
+    again = forward if shard.recompute == "full" or recomputes(shard, "core_attn") else ()
     context = PartCollectives(forward, backward, (), again)
     layer, attention = (
         PartCollectives(*map(tuple.__add__, own, context))
@@ -221,14 +227,16 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
     model, tokens = shard.model, shard.tokens
     nbytes = tokens * model.hidden_size * model.bytes_per_activation
     loss = Collective(FP32_BYTES * tokens, n_collectives=3)
-    full = shard.recompute == "full"
+    full, of_mlp = shard.recompute == "full", recomputes(shard, "mlp")
+    of_second = recomputes(shard, "second_products")
+    of_half = of_mlp or of_second  # of the two halves of a layer
     if not shard.sequence_parallel:
         one, two = Collective(nbytes), Collective(nbytes, n_collectives=2)
         has_gate = shard.framework.separate_gate and model.gated_mlp
         back = two._replace(n_collectives=2 + has_gate)
         out = (Collective(nbytes, is_half=True), Collective(2 * nbytes))
         return GroupCollectives(
-            PartCollectives((two,), (back,), (), (two,) if full else ()),
+            PartCollectives((two,), (back,), (), (two,) if full else (one,) * of_half),
             PartCollectives((one,)),
             _with_mtp(
                 shard,
@@ -241,11 +249,13 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
     gather = _gather(shard)
     gathers, scatters = gather._replace(n_collectives=2), half._replace(n_collectives=2)
     both = (gathers, scatters)
-    layer = PartCollectives(both, both, (gathers,), both if full else ())
+    again = both if full else (gather, half) * of_mlp + (gathers,) * of_second
+    layer = PartCollectives(both, both, (gathers,), again)
     if model.kv_rank:  # latent vectors are gathered before their maps to heads
         latent = half._replace(nbytes=_latent_bytes(shard))
         forward, backward = (latent, gather, scatters), (latent, gathers, half)
-        layer = PartCollectives(forward, backward, (latent, gather), forward if full else ())
+        again = forward if full else (gather, half) * of_mlp
+        layer = PartCollectives(forward, backward, (latent, gather), again)
     return GroupCollectives(
         layer,
         PartCollectives((half,), (half,)),

@@ -40,6 +40,11 @@ def layer_matrices(shard: Shard) -> dict[str, Matrix]:
     return {**attention_matrices(shard), **mlp}
 
 
+def recomputes(shard: Shard, module: str) -> bool:
+    """Return whether a shard's selective recompute has a module of `Framework`."""
+    return shard.recompute == "selective" and module in shard.framework.recompute_modules
+
+
 def attention_matrices(shard: Shard) -> dict[str, Matrix]:
     """Return the linear maps of attention in order.
 

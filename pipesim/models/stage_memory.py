@@ -42,6 +42,7 @@ from pipesim.models.shard_sizes import (
     fuses_weight_grads,
     layer_matrices,
     linear_elements,
+    recomputes,
     routed_matrices,
     shared_matrices,
     stage_keys,
@@ -124,9 +125,36 @@ def elements(matrix: Matrix) -> float:
     return matrix.inputs * matrix.outputs
 
 
-def norm_operation(x: Tensors) -> Operation:
-    """Return a norm of a layer."""
-    return Operation("norm", x.hidden, x.hidden, 3 * x.hidden)
+def norm_operation(shard: Shard, x: Tensors) -> Operation:
+    """Return a norm of a layer.
+
+    One of single operations of torch keeps its input in its own format, and the normalized input,
+    of which the product with the weight needs the gradient.
+    """
+    kept, e = x.hidden, shard.model.bytes_per_activation
+    if not shard.framework.fused_norm and e:
+        kept = x.hidden * (1 + shard.framework.norm_bytes / e)
+    return Operation("norm", kept, x.hidden, 3 * x.hidden)
+
+
+def _unfused(shard: Shard, inner: float) -> float:
+    """Return the bytes that a gated activation of two operations keeps besides: their product's."""
+    return inner * (shard.model.gated_mlp and not shard.framework.fused_activation)
+
+
+def _again(name: str, operations: Sequence[Operation], kept: float) -> Operation:
+    """Return operations that the backward computes again from the bytes that they keep."""
+    others = kept_bytes(operations) - kept
+    again = others + max(_most(operations, "forward"), _most(operations, "backward"))
+    once = max(operation.kept + operation.forward for operation in operations)
+    return Operation(name, kept, once, again)
+
+
+def _dropped(operation: Operation, nbytes: float, *, drops: bool) -> Operation:
+    """Return an operation that computes some of what it keeps again, if it drops them."""
+    if not drops:
+        return operation
+    return operation._replace(kept=operation.kept - nbytes, backward=operation.backward + nbytes)
 
 
 def branch_bytes(shard: Shard, x: Tensors) -> float:
@@ -140,12 +168,11 @@ def layer_operations(shard: Shard, *, experts: bool = False) -> tuple[Operation,
     x = shard_tensors(shard)
     second = expert_operations(shard, x) if experts else _mlp(shard, x)
     operations = (*_attention(shard, x), *second)
-    if shard.recompute != "full":
-        return operations
-    kept = kept_bytes(operations) - x.hidden
-    again = kept + max(_most(operations, "forward"), _most(operations, "backward"))
-    once = max(operation.kept + operation.forward for operation in operations)
-    return (Operation("layer", x.hidden, once, again),)
+    if recomputes(shard, "second_products"):  # of input, core, q, v, gate, and down
+        core = x.output + x.rows * shard.flash_attention
+        kept = 2 * x.hidden + core + x.queries + x.values + x.inner
+        return (_again("layer", operations, kept),)
+    return (_again("layer", operations, x.hidden),) if shard.recompute == "full" else operations
 
 
 def _attention(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
@@ -164,9 +191,11 @@ def _attention(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
                 outputs + x.all_hidden + x.gathered + reduced + x.hidden + weight["qkv"],
             ),
         )
+    first, *others = inputs
     return (
-        norm_operation(x),
-        *inputs,
+        norm_operation(shard, x),
+        _dropped(first, first.kept, drops=recomputes(shard, "layernorm")),
+        *others,
         _core(shard, x),
         Operation(
             "projection",
@@ -182,21 +211,28 @@ def _mlp(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     weight, branch = weight_grad_bytes(shard, layer_matrices(shard)), branch_bytes(shard, x)
     reduced = x.hidden * (x.gathered > 0)
     up = shard.model.mlp_inputs * x.inner
-    return (
-        norm_operation(x),
+    operations: tuple[Operation, ...] = (
         Operation(
             "up",
             x.operand * x.hidden,
             x.gathered + up,
             up + x.all_hidden + x.gathered + reduced + x.hidden + weight["up"],
         ),
-        Operation("activation", up, x.inner, x.inner + up + x.hidden),
+        Operation("activation", up + _unfused(shard, x.inner), x.inner, x.inner + up + x.hidden),
         Operation(
             "down",
             x.operand * x.inner,
             x.all_hidden + reduced,
             branch + x.gathered + x.inner + weight["down"],
         ),
+    )
+    if recomputes(shard, "mlp"):
+        operations = (_again("mlp", operations, x.hidden),)
+    first, *others = operations
+    return (
+        norm_operation(shard, x),
+        _dropped(first, first.kept, drops=recomputes(shard, "layernorm")),
+        *others,
         Operation("residual", x.mask, x.hidden, branch),
     )
 
@@ -224,7 +260,7 @@ def _core(shard: Shard, x: Tensors) -> Operation:
     exchange = context_bytes(shard, x)
     core, once = core + exchange.kept, once + exchange.forward
     gradients += exchange.backward
-    if shard.recompute == "selective":
+    if recomputes(shard, "core_attn"):
         return Operation("core", kept, core + once, core + gradients)
     return Operation("core", kept + core, once, gradients)
 
@@ -409,9 +445,13 @@ def expert_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     output = x.hidden * (model.shared_experts > 0)  # of the shared experts, until the sum
     moved = received if shard.expert_parallel * shard.expert_tensor_size > 1 else 0.0
     return (
-        norm_operation(x),
+        norm_operation(shard, x),
         *_shared_operations(shard, x),
-        Operation("router", x.hidden + scores, output + sent, sent + scores + 3 * x.hidden),
+        _dropped(
+            Operation("router", x.hidden + scores, output + sent, sent + scores + 3 * x.hidden),
+            x.hidden,
+            drops=recomputes(shard, "layernorm"),
+        ),
         Operation("dispatch", 0.0, output + sent + moved, sent + moved + 2 * x.hidden),
         Operation(
             "experts up",
@@ -420,11 +460,15 @@ def expert_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
             up + received + 2 * x.hidden + grads["experts up"],
         ),
         Operation("experts activation", up, output + inner, inner + up + 2 * x.hidden),
-        Operation(
-            "experts down",
+        _dropped(
+            Operation(
+                "experts down",
+                x.operand * inner,
+                output + received,
+                received + inner + 2 * x.hidden + grads["experts down"],
+            ),
             x.operand * inner,
-            output + received,
-            received + inner + 2 * x.hidden + grads["experts down"],
+            drops=recomputes(shard, "moe_act"),
         ),
         Operation("combine", 0.0, output + received + sent, sent + received + 2 * x.hidden),
         Operation("sum", 0.0, output + sent + x.hidden, sent + branch + x.hidden),
@@ -446,7 +490,10 @@ def _shared_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
             "shared up", x.operand * x.hidden * (x.operand < 1), x.gathered + width,
             width + x.gathered + 3 * x.hidden + weight["shared up"],
         ),
-        Operation("shared activation", width, inner, inner + width + 2 * x.hidden),
+        Operation(
+            "shared activation", width + _unfused(shard, inner), inner,
+            inner + width + 2 * x.hidden,
+        ),
         Operation(
             "shared down", x.operand * inner, x.all_hidden, x.all_hidden + inner + 2 * x.hidden
             + weight["shared down"],

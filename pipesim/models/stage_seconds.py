@@ -46,6 +46,7 @@ from pipesim.models.shard_sizes import (
     mean_layer,
     optimizer_parameters,
     per_stage,
+    recomputes,
     stage_keys,
     stage_parameters,
 )
@@ -123,7 +124,14 @@ class RateSeconds:
             routed = 2 * b * model.sequence_length * model.experts_per_token * expert_matrix(model)
             if shard.imbalance != 1:
                 linear += routed * (shard.imbalance - 1)
-        recomputed = {"none": 0, "selective": core, "full": core + linear}[shard.recompute]
+        recomputed = core + linear if shard.recompute == "full" else 0
+        recomputed += core * recomputes(shard, "core_attn")
+        column = 2 * b * model.sequence_length * model.hidden_size  # of a product
+        if recomputes(shard, "mlp") and not experts:
+            recomputed += column * model.ffn_size * (model.mlp_inputs + 1)
+        if recomputes(shard, "second_products"):
+            columns = model.kv_size + model.core_output_size + model.ffn_size * model.gated_mlp
+            recomputed += column * columns
         return linear, core, recomputed
 
     @property

@@ -14,7 +14,13 @@ from dataclasses import replace
 
 from pipesim.costs.layer_split import read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
-from pipesim.framework.framework import BEST_CASE, Framework, FusedSums, GatherParameters
+from pipesim.framework.framework import (
+    BEST_CASE,
+    Framework,
+    FusedSums,
+    GatherParameters,
+    RecomputeModule,
+)
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.framework_options import LAYOUT_OF_RANKS, FrameworkOptions
 from pipesim.lowering.parameter_shards import ShardParameters
@@ -44,6 +50,9 @@ _PRECISION: Mapping[Precision, tuple[str, ...]] = {
     "mxfp8": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
     "nvfp4": ("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
 }
+#: Modules of ``--recompute-modules`` that are read; others, of experts and of latent attention,
+#: are refused.
+_MODULES: tuple[RecomputeModule, ...] = ("core_attn", "layernorm", "mlp", "moe_act")
 #: Flags of Megatron-FSDP besides those of the distributed optimizer.
 _FSDP = [
     "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params",
@@ -86,6 +95,8 @@ def megatron_flags(
     flags += ["--tp-comm-overlap"] * (splits and framework.tensor_overlap == "userbuffers")
     flags += _PRECISION[precision] if precision else ()
     flags += _RECOMPUTE[choice.recompute]
+    if choice.recompute == "selective" and framework.recompute_modules != ("core_attn",):
+        flags += ["--recompute-modules", *_modules(framework)]
     flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
     gathers = exchange.gather_parameters == "before_forward"
     reduces = exchange.grad_sync == "bucketed"
@@ -100,6 +111,16 @@ def megatron_flags(
     is_replica_major = layout == "replica_major" and choice.layout_matters
     flags += ["--use-tp-pp-dp-mapping"] * is_replica_major
     return shlex.join(flags)
+
+
+def _modules(framework: Framework) -> tuple[str, ...]:
+    modules = framework.recompute_modules
+    if "second_products" in modules:
+        raise ArgumentError(
+            f"Megatron-LM recomputes {', '.join(_MODULES)}, and not every other product; plan with "
+            'a framework with recompute_modules=["core_attn"]'
+        )
+    return modules
 
 
 def _check(choice: PlanChoice) -> None:
@@ -333,11 +354,9 @@ def _recompute(read: Flags, sizes: Sequence[int]) -> str:
     )
     method = read.text("--recompute-method", "uniform")
     count, modules = read.count("--recompute-num-layers"), read.texts("--recompute-modules")
-    if mode == "selective" and modules not in ([], ["core_attn"]):
-        raise ArgumentError(
-            f"flags: --recompute-modules must be core_attn, which selective recompute is here, got "
-            f"{' '.join(modules)}"
-        )
+    if mode == "selective":
+        for module in modules:
+            check_name("flags: --recompute-modules", module, _MODULES)
     if mode != "full":
         return mode
     check_name("flags: --recompute-method", method, ("uniform", "block"))
@@ -407,6 +426,7 @@ def _framework(read: Flags) -> Framework:
         "megatron_core_2024",
         messages="blocking" if read.switch("--no-overlap-p2p-communication") else "interleaved",
         rank_order="tp-cp-ep-pp-dp" if read.switch("--use-tp-pp-dp-mapping") else "tp-cp-ep-dp-pp",
+        recompute_modules=read.texts("--recompute-modules") or ("core_attn",),
         tensor_overlap="userbuffers" if read.switch("--tp-comm-overlap") else "none",
         fused_sums="none" if read.switch("--no-gradient-accumulation-fusion") else sums,
         grad_sync="bucketed" if reduces else "last",

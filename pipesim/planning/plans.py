@@ -164,7 +164,7 @@ class Plan:
                 )
         text = torchtitan_toml(
             self.choice, problem.model, problem.global_batch, problem.layout, path,
-            problem.parallel.precision,
+            problem.parallel.precision, problem.framework,
         )  # fmt: skip
         if path:
             self.schedule.save(path)

@@ -24,7 +24,7 @@ from pipesim.errors import (
     check_name,
     check_text,
 )
-from pipesim.framework.framework import Framework, TensorOverlap
+from pipesim.framework.framework import BEST_CASE, Framework, TensorOverlap
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
 from pipesim.models.precision import Precision
@@ -71,6 +71,7 @@ def torchtitan_toml(
     layout: Layout,
     schedule_csv: str = "",
     precision: Precision = "bf16",
+    framework: Framework = BEST_CASE,
 ) -> str:
     """Return the settings of a configuration as TOML; see `Plan.to_torchtitan`."""
     _check(choice, layout)
@@ -119,7 +120,7 @@ def torchtitan_toml(
         f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in table.items())
         for name, table in tables.items()
     ]
-    return _comments(choice, precision) + "\n".join(texts)
+    return _comments(choice, precision, framework) + "\n".join(texts)
 
 
 def _split_settings(sizes: Sequence[int]) -> dict[str, object]:
@@ -138,7 +139,7 @@ def _split_settings(sizes: Sequence[int]) -> dict[str, object]:
     return {"module_fqns_per_model_part": parts}
 
 
-def _comments(choice: PlanChoice, precision: Precision) -> str:
+def _comments(choice: PlanChoice, precision: Precision, framework: Framework) -> str:
     """Return comments that name differences between the plan and torchtitan."""
     lines = [
         f'Linear maps are in {precision}: add "{name}" to converters of [model].'
@@ -147,7 +148,7 @@ def _comments(choice: PlanChoice, precision: Precision) -> str:
     ]
     if choice.shard_optimizer:
         lines.append("FSDP shards parameters, too; it keeps them gathered during a step here.")
-    if choice.recompute == "selective":
+    if choice.recompute == "selective" and "second_products" not in framework.recompute_modules:
         lines.append(
             "Selective recompute keeps attention and every second matrix product here, and"
         )

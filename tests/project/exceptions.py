@@ -104,6 +104,7 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ),
     ("px.save_checkpoint", "path"): (("missing folder",), "its parents are made"),
     ("px.Microbatches.split", "dim"): (("-1",), "the last dimension, as in torch"),
+    ("ps.Framework", "schedules"): (("['x']",), "a schedule that is registered later"),
     ("px.Pipeline.total", "values"): (("[nan]",), "NaN is a number, and so is its sum"),
     ("ps.Costs", "buckets"): (("[]", "()", "empty array"), "no stage; a graph of any refuses it"),
     ("ps.Costs", "skip_bytes"): (("()",), "no skip, as saved costs have it"),

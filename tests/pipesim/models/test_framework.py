@@ -331,6 +331,126 @@ def test_launches_of_a_framework() -> None:
     assert costs.forward[1] == pytest.approx(2 * layer * 45e-6)
 
 
+@pytest.mark.parametrize(
+    ("modules", "kept", "products", "again"),
+    [
+        (("core_attn",), 17, 2, ["attention"]),
+        (("layernorm",), 15, 0, ["norm", "norm"]),
+        (("mlp",), 6.5, 10.5, ["activation", "down", "up"]),
+        (("layernorm", "mlp"), 4.5, 10.5, ["activation", "down", "norm", "norm", "up"]),
+        (("second_products",), 7.75, 4.75,
+         ["activation", "norm", "norm", "projection", "qkv", "residual", "rotary positions", "up"]),
+    ],
+)  # fmt: skip
+def test_recompute_of_modules(modules: Any, kept: float, products: float, again: list[str]) -> None:
+    """Llama 3 8B: f = 3.5h and k = h/4, so that a layer keeps 17 tensors of h elements a token.
+
+    Norms keep 2, their products 2, the core q, k and v, the projection 1, gate and up 7, down 3.5.
+    Products count in hh a token: an MLP has 10.5; every other one are k 0.25, projection 1, up 3.5.
+    """
+    model = ps.Transformer.preset("llama3_8b", n_layers=1)
+    own = {"microbatch_size": 1, "flash_attention": True, "recompute": "selective",
+           "framework": ps.Framework(recompute_modules=modules)}  # fmt: skip
+    rows = 4 * model.n_heads / (2 * model.hidden_size) * ("core_attn" not in modules)
+    width = model.sequence_length * model.hidden_size
+    nbytes = model.shard(**own).layer_activation_bytes
+    assert nbytes == pytest.approx((kept + rows) * 2 * width)
+    table = model.kernels("h100_sxm", **own)
+    table = table[(table["part"] == "layer") & (table["op"] == "R")]
+    assert sorted(table["kernel"]) == again
+    per_element = 2 * width * model.hidden_size
+    if modules != ("core_attn",):
+        assert table["flops"].sum() == pytest.approx(products * per_element)
+        rate = {"flops_per_second": 1e12, **own}
+        costs, once = (model.costs([0, 1, 0], **{**rate, "recompute": x})
+                       for x in ("selective", "none"))  # fmt: skip
+        seconds = costs.backward[1] - once.backward[1]
+        assert seconds == pytest.approx(products * per_element / 1e12, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("modules", "splits", "halves"),
+    [(("mlp",), True, 2), (("second_products",), True, 2), (("mlp",), False, 2),
+     (("layernorm",), True, 0)],
+)  # fmt: skip
+def test_recompute_of_modules_repeats_collectives(modules: Any, splits: bool, halves: int) -> None:
+    """An MLP gathers its input and scatters its output once more; torchtitan gathers twice."""
+    network = ps.Network.preset("dgx_h100", gpus_per_device=8)
+    framework = ps.Framework(recompute_modules=modules)
+    own = {"tensor_parallel": 8, "sequence_parallel": splits, "microbatch_size": 1,
+           "flash_attention": True, "framework": framework}  # fmt: skip
+    costs = [
+        LLAMA.costs([0, 40, 0], gpu=PLAIN, network=network, recompute=recompute, **own)
+        for recompute in ("selective", "none")
+    ]
+    table = LLAMA.kernels(PLAIN, recompute="selective", **own)
+    table = table[(table["part"] == "layer") & (table["op"] == "R")]
+    one = network.group_all_gather(2 * 5120 * 2048, 8)
+    if not splits:
+        one = network.group_all_reduce(2 * 5120 * 2048, 8) / 2
+    seconds = costs[0].backward[1] - costs[1].backward[1]
+    assert seconds == pytest.approx(40 * (table["seconds"].sum() + halves * one))
+
+
+def test_recompute_of_modules_of_experts() -> None:
+    """The activation of experts is not kept; what torchtitan keeps of experts is not known."""
+    model = ps.Transformer.preset("mixtral_8x22b", n_layers=1)
+    kept = [
+        model.shard(
+            recompute="selective", flash_attention=True,
+            framework=ps.Framework(recompute_modules=modules),
+        ).expert_layer_activation_bytes
+        for modules in (["core_attn"], ["core_attn", "moe_act"], ["core_attn", "layernorm"])
+    ]  # fmt: skip
+    tokens = model.sequence_length
+    assert kept[0] - kept[1] == 2 * 2 * tokens * model.expert_ffn_size
+    assert kept[0] - kept[2] == 2 * 2 * tokens * model.hidden_size
+    with pytest.raises(ArgumentError, match="every other product of dense layers, and the model"):
+        model.shard(recompute="selective", framework="torchtitan_2024")
+    for modules, message in (
+        (["core"], "unknown recompute_modules: module 'core'"),
+        ([], "must be modules of Megatron-Core"),
+        (["mlp", "second_products"], "'second_products'] alone"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            ps.Framework(recompute_modules=modules)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_unfused_operations_keep_what_torch_saves() -> None:
+    """Bytes that autograd keeps of LLaMA's norm in 32 bits, and of its activation."""
+    torch = pytest.importorskip("torch")
+    model = ps.Transformer(
+        hidden_size=64, n_layers=1, n_heads=2, sequence_length=32, vocabulary_size=64, ffn_size=96,
+        gated_mlp=True, biases=False, dropout=False, learned_positions=False,
+    )  # fmt: skip
+    saved: dict[int, int] = {}
+
+    def pack(x: Any) -> Any:
+        if x.numel() >= 32 * 64:  # no statistics or weights
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    half = {"dtype": torch.bfloat16, "requires_grad": True}
+    hidden, weight = torch.randn(32, 64, **half), torch.randn(64, **half)
+    gate, up = torch.randn(32, 96, **half), torch.randn(32, 96, **half)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        x = hidden.float()
+        norm = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(hidden) * weight
+        norms = sum(saved.values())
+        inner = torch.nn.functional.silu(gate) * up
+    activation = sum(saved.values()) - norms
+    assert (norm.shape, inner.shape) == (hidden.shape, up.shape)
+
+    def kept(**unfused: Any) -> float:
+        return model.shard(framework=ps.Framework(**unfused)).layer_activation_bytes
+
+    fused = 2 * 32 * 64  # a norm keeps its input; gate and up are kept in any case
+    assert kept(fused_norm=False, norm_bytes=4) - kept() == 2 * (norms - fused)
+    assert kept(fused_activation=False) - kept() == activation - 2 * 2 * 32 * 96
+    assert kept(fused_rotary=False) == kept()
+
+
 def test_heads_that_miss_the_tensor_cores() -> None:
     """Heads of 108 elements: 16 times the seconds, and a warning; a fused core fills them up."""
     model = ps.Transformer(

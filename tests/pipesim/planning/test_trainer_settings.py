@@ -315,7 +315,8 @@ def test_sharding_of_megatron(flags: str, sharing: tuple[str, bool]) -> None:
         (f"{LEAST} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
          "--microbatch-group-size-per-virtual-pipeline-stage 8", "must be --pipeline-model-parall"),
         (f"{LEAST} --recompute-granularity some", "unknown flags: --recompute-granularity 'some'"),
-        (f"{LEAST} --recompute-granularity selective --recompute-modules mlp", "must be core_attn"),
+        (f"{LEAST} --recompute-granularity selective --recompute-modules mhc",
+         "unknown flags: --recompute-modules 'mhc'"),
         (f"{LEAST} --recompute-granularity full --recompute-num-layers 2", "recomputes some laye"),
         (f"{LEAST} --num-layers 8 --recompute-granularity full --recompute-method block "
          "--recompute-num-layers 4", "recomputes some layers"),
@@ -560,6 +561,23 @@ def test_mistakes_of_precisions() -> None:
     options = ps.read_megatron(f"{LEAST} --fp8-format hybrid").cost_options
     with pytest.raises(PipeError, match="has no products of this format"):
         MODEL.costs(gpu="a100_80gb", **{**options, "layers_per_stage": (8,)})
+
+
+def test_recomputed_modules_of_megatron() -> None:
+    """Plans write those of their framework, and Megatron-LM has not torchtitan's."""
+    cluster = ps.Cluster("dgx_h100", n_gpus=2)
+    settings = {"cluster": cluster, "global_batch": 4, "schedules": "1f1b", "progress": False,
+                "pipeline_parallel": 2, "microbatch_size": 1, "recompute": "selective"}  # fmt: skip
+    model = replace(MODEL, gated_mlp=True)
+    for modules in (("core_attn",), ("layernorm", "mlp")):
+        framework = ps.Framework.preset("megatron_core_2024", recompute_modules=modules)
+        flags = ps.plan(model, framework=framework, **settings).best.to_megatron()
+        assert ("--recompute-modules layernorm mlp" in flags) == (len(modules) > 1)
+        assert ps.read_megatron(flags).framework.recompute_modules == modules
+    best = ps.plan(model, framework="torchtitan_2024", **settings).best
+    assert "Selective recompute keeps" not in best.to_torchtitan()
+    with pytest.raises(ArgumentError, match="layernorm, mlp, moe_act, and not every other product"):
+        best.to_megatron()
 
 
 def test_frameworks_of_flags_and_settings() -> None:
