@@ -142,8 +142,8 @@ def steps_like(timeline: Timeline) -> KnownSteps | None:
     """Return published steps like that of a timeline; None without costs of a GPU's data sheet."""
     work = None if timeline.costs is None else timeline.costs.work
     settings = None if work is None else work.settings
-    if not settings or "gpu" not in settings:
-        return None
+    if not settings or "bandwidth" not in (settings.get("gpu") or ()):
+        return None  # a workload that was written by hand may have any settings
     return known_steps(
         as_framework(settings.get("framework")),
         GPU(**settings["gpu"]),

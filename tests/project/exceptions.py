@@ -20,6 +20,7 @@ UNATTACKED: dict[str, str] = {
     "ps.ClosedForm": "register checks it",
     "ps.ClosedForm.of": "NaN is its documented answer where a formula fails",
     "ps.costs.CostTable": _PLAIN,
+    "ps.costs.CostTable.rows": _INSIDE,
     "ps.scheduling.Counts": "a named tuple; register checks it",
     "ps.Link.unchecked": "says what it is",
     "ps.simulation.Empirical.quantile": _INSIDE,
