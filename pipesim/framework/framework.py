@@ -25,7 +25,9 @@ GatherParameters = Literal["after_step", "before_forward"]
 GradientExchange = Literal["reduce_scatter", "all_reduce"]
 ExpertProducts = Literal["streams", "grouped", "sequential"]
 #: Parts of a layer that ``recompute="selective"`` may recompute.
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe_act", "second_products"]
+RecomputeModule = Literal[
+    "core_attn", "layernorm", "mlp", "moe_act", "shared_experts", "mla_up_proj", "second_products"
+]
 Messages = Literal["overlapped", "interleaved", "blocking"]
 RankOrder = Literal["", "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 #: Buckets of the gradients of a stage.
@@ -122,13 +124,16 @@ class Framework:
         default) for none. `pipesim.Costs` has its rule and source. Presets that hide collectives
         behind compute have the 0.43 that was measured there.
     recompute_modules
-        What ``recompute="selective"`` recomputes in a layer; ``("core_attn",)`` by default. The
-        first four are those of Megatron-Core's ``--recompute-modules``.
+        What ``recompute="selective"`` recomputes in a layer; ``("core_attn",)`` by default. All
+        but the last are those of Megatron-Core's ``--recompute-modules``.
 
         - ``"core_attn"``: the attention core.
         - ``"layernorm"``: both norms, whose outputs are not kept.
         - ``"mlp"``: the MLP of a dense layer, of which only the input is kept.
         - ``"moe_act"``: the activation of experts, whose output is not kept.
+        - ``"shared_experts"``: their MLP, whose input the router keeps.
+        - ``"mla_up_proj"``: the maps of latent attention to heads, and positions, so that queries,
+          keys and values are not kept.
         - ``"second_products"``, alone: all but the core and every other matrix product, of which
           q, v, the first of the MLP and down are kept, as in torchtitan with ``"op"``. It is for
           dense layers without latent attention.

@@ -257,11 +257,20 @@ def layer_kernels(shard: Shard, *, experts: bool = False) -> OperationKernels:
     again = forward if shard.recompute == "full" else ()
     again += core.forward * recomputes(shard, "core_attn")
     again += 2 * norm.forward * recomputes(shard, "layernorm")
+    again += _maps_to_heads(sizes) * recomputes(shard, "mla_up_proj")
     again += second.forward * recomputes(shard, "mlp")
     if recomputes(shard, "second_products"):
         again = (*_second_products(sizes), *2 * norm.forward, *residual.forward)
         again += core.forward * (not shard.flash_attention)
     return OperationKernels(forward, input_grad, weight_grad, again)
+
+
+def _maps_to_heads(sizes: KernelSizes) -> tuple[Kernel, ...]:
+    """Return the maps of latent vectors to heads, and positions, forward."""
+    others = (*_TO_LATENT, "projection")
+    maps = [x for x in attention_matrices(sizes.shard).items() if x[0] not in others]
+    products = chain.from_iterable(sizes.forward_product(*x) for x in maps)
+    return (*products, *rotary_kernels(sizes, is_backward=False))
 
 
 def _second_products(sizes: KernelSizes) -> tuple[Kernel, ...]:
@@ -301,6 +310,9 @@ def layer_segments(shard: Shard) -> LayerSegments:
     if shard.recompute == "selective":
         again = core.forward * recomputes(shard, "core_attn")
         again += 2 * norm.forward * recomputes(shard, "layernorm")
+        again += _maps_to_heads(sizes) * recomputes(shard, "mla_up_proj")
+        if recomputes(shard, "shared_experts") and shared_matrices(shard):
+            again += _mlp(sizes, shared_matrices(shard), "shared ").forward
         activation = [x for x in middle.forward if x.name == "experts activation"]
         attention = attention._replace(recompute=again)
         middle = middle._replace(recompute=tuple(activation) * recomputes(shard, "moe_act"))

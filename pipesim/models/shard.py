@@ -78,6 +78,11 @@ class Shard(Parallel):
             check_divides("tensor_parallel", t, name, getattr(model, name))
         _check_context(self)
         _check_experts(self)
+        if recomputes(self, "mla_up_proj") and not model.kv_rank:
+            raise ArgumentError(
+                'recompute_modules of the framework has "mla_up_proj", and the model has no latent '
+                "attention (kv_rank); leave it out"
+            )
         if recomputes(self, "second_products") and (model.n_experts or model.kv_rank):
             what = "experts" if model.n_experts else "latent attention"
             raise ArgumentError(

@@ -254,7 +254,8 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
     if model.kv_rank:  # latent vectors are gathered before their maps to heads
         latent = half._replace(nbytes=_latent_bytes(shard))
         forward, backward = (latent, gather, scatters), (latent, gathers, half)
-        again = forward if full else (gather, half) * of_mlp
+        again = (latent,) * recomputes(shard, "mla_up_proj") + (gather, half) * of_mlp
+        again = forward if full else again
         layer = PartCollectives(forward, backward, (latent, gather), again)
     return GroupCollectives(
         layer,
@@ -303,7 +304,8 @@ def _whole_expert_collectives(
     if not shard.model.n_experts:
         return PartCollectives(), PartCollectives(), PartCollectives()
     sums = (one._replace(n_collectives=1 + (shard.model.shared_experts > 0)),)
-    attention = PartCollectives(sums, sums, (), sums if full else ())
+    of_shared = (shard.model.shared_experts > 0) * recomputes(shard, "shared_experts")
+    attention = PartCollectives(sums, sums, (), sums if full else (one,) * of_shared)
     rest = PartCollectives((one,), (one,), (), (one,) if full else ())
     return attention, PartCollectives(), rest
 
@@ -325,7 +327,10 @@ def _expert_collectives(shard: Shard, half: Collective) -> tuple[PartCollectives
     if model.shared_experts:
         forward, backward = ((*own, gather, half) for own in (forward, backward))
         again = (*again, gather)
-    attention = PartCollectives(forward, backward, again, forward if full else ())
+    repeated = (latent,) * recomputes(shard, "mla_up_proj")
+    if model.shared_experts and recomputes(shard, "shared_experts"):
+        repeated += (gather, half)
+    attention = PartCollectives(forward, backward, again, forward if full else repeated)
     if shard.expert_tensor_size == 1:
         return attention, PartCollectives()
     nbytes = shard.routed_tokens * model.hidden_size * model.bytes_per_activation

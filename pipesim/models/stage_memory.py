@@ -260,9 +260,10 @@ def _core(shard: Shard, x: Tensors) -> Operation:
     exchange = context_bytes(shard, x)
     core, once = core + exchange.kept, once + exchange.forward
     gradients += exchange.backward
+    operation = Operation("core", kept + core, once, gradients)
     if recomputes(shard, "core_attn"):
-        return Operation("core", kept, core + once, core + gradients)
-    return Operation("core", kept + core, once, gradients)
+        operation = Operation("core", kept, core + once, core + gradients)
+    return _dropped(operation, kept, drops=recomputes(shard, "mla_up_proj"))
 
 
 @lru_cache(maxsize=256)
@@ -485,7 +486,7 @@ def _shared_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
     up, down = maps.values()
     token = x.all_hidden / shard.model.hidden_size  # bytes of an element of all tokens of a group
     width, inner = token * up.outputs, token * down.inputs
-    return (
+    operations = (
         Operation(
             "shared up", x.operand * x.hidden * (x.operand < 1), x.gathered + width,
             width + x.gathered + 3 * x.hidden + weight["shared up"],
@@ -499,6 +500,9 @@ def _shared_operations(shard: Shard, x: Tensors) -> tuple[Operation, ...]:
             + weight["shared down"],
         ),
     )  # fmt: skip
+    if recomputes(shard, "shared_experts"):
+        return (_again("shared experts", operations, 0.0),)
+    return operations
 
 
 # Bytes of the linear maps of latent attention, in the order of Megatron-LM.

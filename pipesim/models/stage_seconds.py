@@ -129,6 +129,13 @@ class RateSeconds:
         column = 2 * b * model.sequence_length * model.hidden_size  # of a product
         if recomputes(shard, "mlp") and not experts:
             recomputed += column * model.ffn_size * (model.mlp_inputs + 1)
+        if recomputes(shard, "shared_experts") and experts:
+            width = model.shared_experts * model.expert_ffn_size
+            recomputed += column * width * (model.mlp_inputs + 1)
+        if recomputes(shard, "mla_up_proj"):
+            keys = model.kv_rank * (model.n_heads * model.head_size + model.value_size)
+            maps = (model.query_rank or model.hidden_size) * model.query_size + keys
+            recomputed += column / model.hidden_size * maps
         if recomputes(shard, "second_products"):
             columns = model.kv_size + model.core_output_size + model.ffn_size * model.gated_mlp
             recomputed += column * columns

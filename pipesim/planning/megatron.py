@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from pipesim.costs.layer_split import read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
@@ -50,9 +51,8 @@ _PRECISION: Mapping[Precision, tuple[str, ...]] = {
     "mxfp8": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
     "nvfp4": ("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
 }
-#: Modules of ``--recompute-modules`` that are read; others, of experts and of latent attention,
-#: are refused.
-_MODULES: tuple[RecomputeModule, ...] = ("core_attn", "layernorm", "mlp", "moe_act")
+#: Modules of ``--recompute-modules`` that are read; others are refused, such as ``moe``.
+_MODULES = tuple(x for x in get_args(RecomputeModule) if x != "second_products")
 #: Flags of Megatron-FSDP besides those of the distributed optimizer.
 _FSDP = [
     "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params",

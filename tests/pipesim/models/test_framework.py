@@ -392,6 +392,42 @@ def test_recompute_of_modules_repeats_collectives(modules: Any, splits: bool, ha
     assert seconds == pytest.approx(40 * (table["seconds"].sum() + halves * one))
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_recompute_of_latent_maps_and_shared_experts(splits: bool) -> None:
+    """DeepSeek-V3: 128 heads of 192, 128 of them without positions, and values of 128."""
+    model = replace(ps.Transformer.preset("deepseek_v3"), n_layers=1, n_dense_layers=0)
+    t, tokens = 2, model.sequence_length
+    network = ps.Network.preset("dgx_h100", gpus_per_device=t)
+    own = {"microbatch_size": 1, "flash_attention": True, "tensor_parallel": t,
+           "sequence_parallel": splits}  # fmt: skip
+    raised = 1536 * 128 * 192 + 512 * 128 * 256
+    shared = 3 * 7168 * 2048
+    half = network.group_all_gather(2 * tokens * 7168, t)
+    latent = network.group_all_gather(2 * tokens * (1536 + 512 + 64), t)
+    if not splits:
+        half, latent = network.group_all_reduce(2 * tokens * 7168, t) / 2, 0.0
+    for module, kept, products, collectives in (
+        ("mla_up_proj", 128 * (192 + 192 + 128), raised, latent),
+        ("shared_experts", 3 * 2048, shared, 2 * half),
+    ):
+        framework = ps.Framework(recompute_modules=[module])
+        again = {**own, "recompute": "selective", "framework": framework}
+        layers = [model.shard(**x).expert_layer_activation_bytes for x in (own, again)]
+        assert layers[0] - layers[1] == 2 * tokens * kept / t
+        table = model.kernels(PLAIN, **again)
+        table = table[(table["part"] == "expert layer") & (table["op"] == "R")]
+        assert table["flops"].sum() == pytest.approx(2 * tokens * products / t)
+        rates = {"flops_per_second": 1e12, "network": network}
+        for gpu, seconds in (
+            (rates, 2 * tokens * products / t / 1e12),
+            ({"gpu": PLAIN, "network": network}, table["seconds"].sum() + collectives),
+        ):
+            costs = [model.costs([0, 1, 0], **gpu, **x) for x in (again, own)]
+            assert costs[0].backward[1] - costs[1].backward[1] == pytest.approx(seconds)
+    with pytest.raises(ArgumentError, match="has no latent attention"):
+        LLAMA.shard(recompute="selective", framework={"recompute_modules": ["mla_up_proj"]})
+
+
 def test_recompute_of_modules_of_experts() -> None:
     """The activation of experts is not kept; what torchtitan keeps of experts is not known."""
     model = ps.Transformer.preset("mixtral_8x22b", n_layers=1)
