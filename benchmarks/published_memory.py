@@ -8,6 +8,9 @@
   and NCCL, masks, tables of positions), as the mean of the other rows, for each row in turn.
 - Activations of a layer, and of the first stage, as formulas of Korthikanti et al., arXiv
   2205.05198, table 2.
+- Published steps of `_published_runs`, which fit in memory as they ran: bytes of the fullest device
+  of the fullest run of each set, over those that tensors may take by the preset of its GPU.
+  Nemotron-4 340B and Llama 3.1 405B are on the GPUs on which NVIDIA trains them with NeMo.
 
 Llama 3 405B has 16 heads of keys and values in SimuMax's configuration (``configs/models``), and 8
 in its paper; both are predicted. The rows were at hand when the terms were written, so that errors
@@ -28,8 +31,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from _machine import ROOT, publish, table
+from _published_runs import published_runs
 
 import pipesim as ps
+from pipesim.simulation.simulate import predict_timeline
 
 PUBLISHED = ROOT / "tests" / "published"
 GIB = 2**30
@@ -158,6 +163,72 @@ def activation_lines() -> list[str]:
     return ["Activations of a layer (bytes / sbh):", *table(head, body, 2)]
 
 
+def run_lines() -> list[str]:
+    """Return how much of their memory published runs are predicted to need."""
+    body, n_runs, n_fit = [], 0, 0
+    for steps in published_runs():
+        gpu = ps.GPU.preset(steps.gpu)
+        assert gpu.memory is not None
+        peaks = []
+        for row, step in zip(steps.rows, steps.steps, strict=True):
+            network = steps.network.grouped(step.gpus_per_device)
+            costs = step.model.costs(
+                step.layers_per_stage, gpu=gpu, network=network, **step.options
+            )
+            peaks.append((fullest(predict_timeline(step.graph, costs)), row.get("label", "")))
+        peak, label = max(peaks, key=lambda x: x[0]["total"])
+        fit = sum(x["total"] <= gpu.memory for x, _ in peaks)
+        n_runs, n_fit = n_runs + len(peaks), n_fit + fit
+        shares = [peak[x] / gpu.memory for x in ("total", *PARTS)]
+        body.append(
+            [steps.name, f"{fit} of {len(peaks)}", *(f"{x:.1%}" for x in shares), f"{label:.45}"]
+        )
+    for name, layers, devices, chunks, context, replicas in LARGE:
+        costs, graph = nemo(name, layers, devices, chunks, context, replicas)
+        peak = fullest(predict_timeline(graph, costs))
+        memory = ps.GPU.preset("h100_sxm").memory or 0.0
+        n_gpus = 8 * devices * context * replicas
+        shares = [peak[x] / memory for x in ("total", *PARTS)]
+        body.append(["NeMo", "", *(f"{x:.1%}" for x in shares), f"{name} on {n_gpus} H100"])
+    head = ["set", "fit", "fullest", *PARTS, "run"]
+    return [
+        f"Published runs: {n_fit} of {n_runs} are predicted to fit in the memory that tensors may "
+        "take. Shares of it:",
+        *table(head, body, 1),
+    ]
+
+
+#: Models that NVIDIA trains with 8 GPUs a layer: layers of stages, devices, chunks, context
+#: parallelism and replicas.
+LARGE = [
+    ("nemotron4_340b", [1] * 96, 8, 12, 1, 2),
+    ("llama3_405b", [1, *[2] * 62, 1], 8, 8, 2, 4),
+]
+
+
+def nemo(
+    name: str, layers: list[int], devices: int, chunks: int, context: int, replicas: int
+) -> tuple[ps.Costs, ps.TaskGraph]:
+    """Return costs and graph of a model with NeMo, of 8 micro-batches a device."""
+    framework = ps.Framework.preset("nemo_2025")
+    costs = ps.Transformer.preset(name, bytes_per_gradient=2).costs(
+        layers, gpu="h100_sxm", microbatch_size=1, tensor_parallel=8, sequence_parallel=True,
+        context_parallel=context, flash_attention=True, framework=framework,
+        network=ps.Network.preset("dgx_h100", gpus_per_device=8 * context),
+    )  # fmt: skip
+    graph = ps.lower(
+        ps.schedule("interleaved_1f1b", devices, 8 * devices, n_chunks=chunks),
+        n_replicas=replicas, shard_optimizer=True, framework=framework,
+    )  # fmt: skip
+    return costs, graph
+
+
+def fullest(timeline: ps.Timeline) -> pd.Series:
+    """Return the bytes of the fullest device at its peak, by kind."""
+    parts = timeline.memory.breakdown()
+    return parts.loc[parts["total"].idxmax()]
+
+
 def main() -> None:
     """Print the tables, and write them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -165,7 +236,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=folder / "published_memory.txt")
     options = parser.parse_args()
     lines = ["# python benchmarks/published_memory.py", "", *peak_lines(), "", *part_lines(), ""]
-    publish([*lines, *activation_lines()], options.out)
+    publish([*lines, *activation_lines(), "", *run_lines()], options.out)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,12 @@ class Framework:
     schedules
         Names of the schedules of its pipelines; empty if it has no pipelines, and None (the
         default) for all. One device has no pipeline, and runs any schedule.
+    master_bytes
+        Bytes a parameter with which the optimizer holds parameters of 16 bits in 32:
+
+        - 4 (the default): a copy.
+        - 2: the bits that the parameter lacks; or, where replicas share parameters, the shares
+          themselves are held in 32 bits, and cast when they are gathered.
     launch
         Seconds of the host to launch a kernel; None (the default) for those of the GPU.
     source
@@ -194,6 +200,7 @@ class Framework:
     messages: Messages = "overlapped"
     rank_order: RankOrder = ""
     schedules: tuple[str, ...] | None = None
+    master_bytes: Amount = 4.0
     launch: Amount | None = None
     source: str = ""
 
@@ -293,8 +300,9 @@ PRESETS: dict[str, Framework] = {
         attention_kernel="triton",
         overlap_cost=_OVERLAP_COST,
         schedules=(),
+        master_bytes=2.0,
         source="mosaicml/llm-foundry, scripts/train/benchmarking/submit_benchmarks.py: attn_impl "
-        "triton, FSDP",
+        "triton, FSDP; torch.distributed.fsdp.MixedPrecision: sharded parameters have 32 bits",
     ),
     "megatron_core_2024": Framework(
         attention_kernel="cudnn",
@@ -324,8 +332,10 @@ PRESETS: dict[str, Framework] = {
         messages="interleaved",
         rank_order="tp-cp-ep-dp-pp",
         schedules=("1f1b", "interleaved_1f1b"),
+        master_bytes=2.0,
         source="as megatron_core_2024; NVIDIA/dgxc-benchmarking: grad_sync_dtype bf16 (sums have "
-        "16 bits: bytes_per_gradient=2), gradient_accumulation_fusion",
+        "16 bits: bytes_per_gradient=2), gradient_accumulation_fusion; NVIDIA/NeMo, "
+        "megatron_base_model.py: store_param_remainders of the distributed optimizer",
     ),
     "megatron_bridge_2025": Framework(
         attention_kernel="cudnn",
@@ -351,8 +361,10 @@ PRESETS: dict[str, Framework] = {
         overlap_cost=_OVERLAP_COST,
         recompute_modules=("second_products",),
         rank_order="tp-cp-ep-dp-pp",
+        master_bytes=2.0,
         source="pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; "
-        "distributed/parallel_dims.py, activation_checkpoint.py",
+        "distributed/parallel_dims.py, activation_checkpoint.py; fully_shard with "
+        "MixedPrecisionPolicy: sharded parameters have 32 bits",
     ),
 }
 

@@ -3,6 +3,12 @@
 Nominal FLOP/s are those of dense matrix products in 16 bits with sums in 32 bits, without
 sparsity. Memory is in units of 10^9 bytes. Sources are the vendors' data sheets, `SOURCES`.
 
+Tensors may take 1.02 of the nominal memory. A GB of it is 2^30 bytes: where data sheets have 80,
+40, 141 and 180 GB, nvidia-smi shows 79.6 to 80, 40, 140.4 and 179.1 GiB [10]_. Of these, CUDA, NCCL
+and unused parts of the allocator's blocks are given 0.05. Published runs support it: of the 543 of
+``benchmarks/published_memory.py``, which all ran, 539 are predicted to fit, and some need all of
+it. Runs that did not fit were not at hand. ECC takes a 16th of the GDDR6 of L40S and L4.
+
 Shares of FLOP/s rest on three things, which ``basis`` names:
 
 - *training steps*: the share with which `pipesim.Transformer.costs` predicts published steps best.
@@ -58,6 +64,8 @@ References
    docs/examples/gemm_profiling/gemm_profiling.rst
 .. [8] Verda, "GB300 NVL72 architecture", https://verda.com/blog/gb300-nvl72-architecture
 .. [9] NVIDIA, https://github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, 25.11
+.. [10] https://github.com/modal-labs/modal-client/pull/2797 has the totals of A100, H100, L40S and
+   L4; those of H200 and B200 are 143771 and 183359 MiB
 """
 
 from __future__ import annotations
@@ -70,6 +78,11 @@ from pipesim.models.precision import FORMATS
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+#: Share of nominal memory that tensors may take, and with ECC of GDDR6.
+_TENSORS = 0.95 * 2**30 / 1e9
+_WITH_ECC = _TENSORS * 15 / 16
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class DataSheet:
     basis: str
     source: int  # number in `SOURCES`
     bandwidth_efficiency: float = 0.85
+    memory_efficiency: float = _TENSORS
     attention_efficiency: float | None = None  # None for flops_efficiency
     architecture: str = ""  # of measured attention kernels (`pipesim.models.attention_rates`)
     product_ratios: Mapping[str, float] = field(default_factory=dict)  # by precision
@@ -168,9 +182,9 @@ DATA_SHEETS = {
     "gb300": DataSheet("NVIDIA GB300 279 GB, one GPU", 2500e12, 8000e9, 279e9, 148, *_GB300, 15,
                        attention_efficiency=_ON_B200, product_ratios=_BLACKWELL),
     "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, 142, *_ASSUMED, 7,
-                      product_ratios=_HOPPER),
+                      memory_efficiency=_WITH_ECC, product_ratios=_HOPPER),
     "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, 58, *_ASSUMED, 8,
-                    product_ratios=_HOPPER),
+                    memory_efficiency=_WITH_ECC, product_ratios=_HOPPER),
     "rtx_4090": DataSheet("NVIDIA RTX 4090 24 GB", 165.2e12, 1008e9, 24e9, 128, *_ASSUMED, 9,
                           product_ratios=_HOPPER),
     "mi250x": DataSheet("AMD MI250X 128 GB, both dies", 383e12, 3277e9, 128e9, 220, *_MI250X, 10),
@@ -192,6 +206,7 @@ def gpus() -> pd.DataFrame:
         Indexed by name: ``summary``; nominal ``flops`` (FLOP/s, dense, 16 bits), ``bandwidth``
         (bytes/s) and ``memory`` (bytes); ``multiprocessors``; ``flops_efficiency`` and
         ``bandwidth_efficiency``, the shares of these rates that kernels reach (0..1);
+        ``memory_efficiency``, the share of this memory that tensors may take;
         ``attention_efficiency``, that of fused attention if it has its own; ``basis`` of the
         efficiencies; ``fp8_ratio``, ``mxfp8_ratio`` and ``nvfp4_ratio``, FLOP/s of linear products
         over those in 16 bits, 0 where the GPU lacks the format; ``source`` of the nominal values.

@@ -150,8 +150,8 @@ class GPU:
     launch
         Seconds of the host to launch a kernel, which includes the Python code around it.
     memory
-        Bytes of memory; None (the default) if unknown. Presets have the nominal value of the data
-        sheet: CUDA, NCCL and the allocator take some GB of it.
+        Bytes of memory that tensors may take; None (the default) if unknown. Presets have 0.95 of
+        the GPU's: CUDA, NCCL and the allocator take the rest (`pipesim.gpus`).
     overhead
         Seconds of a kernel beside its work: the gap before it, and its start and end.
     half_depth
@@ -255,14 +255,14 @@ class GPU:
         Returns
         -------
         GPU
-            With the rates that kernels reach, and the memory of the data sheet.
+            With the rates that kernels reach, and the memory that tensors may take.
         """
         sheet = DATA_SHEETS[check_name("GPU", name, DATA_SHEETS)]
         return cls(
             flops=sheet.flops * sheet.flops_efficiency,
             bandwidth=sheet.bandwidth * sheet.bandwidth_efficiency,
             launch=launch,
-            memory=sheet.memory,
+            memory=sheet.memory * sheet.memory_efficiency,
             overhead=_OVERHEAD,
             half_depth=_HALF_DEPTH,
             attention_half_depth=_HALF_DEPTH / 2,

@@ -21,6 +21,7 @@ from pipesim.models.shard_sizes import (
     attention_matrices,
     copied_bytes,
     layer_matrices,
+    optimizer_bytes,
     optimizer_parameters,
     per_stage,
     recomputes,
@@ -404,7 +405,7 @@ class Shard(Parallel):
             "parameter_bytes": tuple(n * model.bytes_per_parameter for n in parameters),
             "gradient_bytes": tuple(n * model.bytes_per_gradient for n in parameters),
             "optimizer_bytes": tuple(
-                n * model.optimizer_bytes_per_parameter for n in optimizer_parameters(self, sizes)
+                n * optimizer_bytes(self) for n in optimizer_parameters(self, sizes)
             ),
             **stage_workspaces(self, sizes),
             **copied_bytes(self, sizes),

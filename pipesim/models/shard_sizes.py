@@ -218,6 +218,15 @@ def optimizer_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...
     return tuple(a / c + b / copies for a, b in zip(dense, routed, strict=True))
 
 
+def optimizer_bytes(shard: Shard) -> float:
+    """Return the bytes of the optimizer's state a parameter, with the framework's copy of it."""
+    model = shard.model
+    spared = FP32_BYTES - shard.framework.master_bytes
+    if model.bytes_per_parameter >= FP32_BYTES:
+        spared = 0.0
+    return max(0.0, model.optimizer_bytes_per_parameter - spared)
+
+
 def exchanged_gradients(shard: Shard) -> dict[str, Any]:
     """Return the fields of `pipesim.Costs` about exchanges between replicas; none by default."""
     framework, fields = shard.framework, dict[str, Any]()
@@ -241,7 +250,7 @@ def copied_bytes(shard: Shard, sizes: Sequence[int]) -> dict[str, Any]:
         for name, nbytes in (
             ("parameter", model.bytes_per_parameter),
             ("gradient", model.bytes_per_gradient),
-            ("optimizer", model.optimizer_bytes_per_parameter),
+            ("optimizer", optimizer_bytes(shard)),
         ):
             fields[f"expert_{name}_bytes"] = tuple(n * nbytes for n in routed)
     if c > 1:

@@ -44,6 +44,7 @@ from pipesim.models.shard_sizes import (
     each_layer,
     linear_elements,
     mean_layer,
+    optimizer_bytes,
     optimizer_parameters,
     per_stage,
     recomputes,
@@ -367,7 +368,7 @@ class GpuSeconds:
         """
         model, has_passes = self.shard.model, self.shard.gradient_passes
         passes = 4 if has_passes else 3
-        nbytes = passes * model.bytes_per_gradient + 2 * model.optimizer_bytes_per_parameter
+        nbytes = passes * model.bytes_per_gradient + 2 * optimizer_bytes(self.shard)
         nbytes += model.bytes_per_parameter
         if has_passes and model.bytes_per_parameter < FP32_BYTES:
             nbytes += FP32_BYTES

@@ -13,7 +13,7 @@ from pipesim.models.gpu import GPU, as_gpu, fitted_preset
 from pipesim.network.links import HostLink, NodeCollectives
 from pipesim.network.network import Network
 from pipesim.network.sources import machine as machine_named
-from pipesim.utils.texts import Bytes, in_bytes
+from pipesim.utils.texts import Bytes, format_bytes, in_bytes
 
 _EXAMPLE = 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)'
 #: A GPU in any form that `pipesim.Transformer.costs` takes.
@@ -226,10 +226,11 @@ class Cluster:
         `Network.from_dict`. By default that of the machine. The network of several machines has
         the slowest rates and the longest latencies of all of them, everywhere.
     memory
-        Bytes of each GPU, also as ``"80GB"``. By default those of the data sheet.
+        Bytes of each GPU, also as ``"80GB"``. By default those of the preset, 0.95 of the
+        GPU's: published runs need no more, and CUDA and NCCL take the rest.
     usable_memory
-        Share of these bytes that tensors may take (1 by default). CUDA, NCCL and other processes
-        take the rest.
+        Share of these bytes that tensors may take (1 by default), such as if other processes take
+        some.
     network_efficiency
         Share of a machine's nominal bandwidths that messages reach; by default 0.7 as in
         `Network.preset`, or what the file of ``gpu`` says. A ``network`` has its own by default;
@@ -243,7 +244,7 @@ class Cluster:
     --------
     >>> import pipesim as ps
     >>> ps.Cluster("dgx_h100", n_gpus=64)
-    <Cluster of 64 h100_sxm (80 GB): 8 nodes of 8 GPUs, 315 GB/s inside a node, 35 GB/s a NIC,
+    <Cluster of 64 h100_sxm (76.0 GiB): 8 nodes of 8 GPUs, 315 GB/s inside a node, 35 GB/s a NIC,
      0.7 of nominal>
     """
 
@@ -426,7 +427,7 @@ class Cluster:
 
     def _text(self) -> str:
         gpus = " and ".join(
-            f"{group.n_gpus} {group.name} ({(group.gpu.memory or 0) / 1e9:g} GB)"
+            f"{group.n_gpus} {group.name} ({format_bytes(group.gpu.memory or 0)})"
             for group in self.groups
         )
         if self.usable_memory < 1:

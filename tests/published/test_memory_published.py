@@ -1,4 +1,7 @@
-"""Measured peaks of GPU memory (SimuMax's release for 8 B200), predicted with nothing fitted."""
+"""Memory of published runs, predicted with nothing fitted.
+
+Measured peaks of SimuMax's release for 8 B200; and the fullest runs of others, which fit.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +59,42 @@ def test_peak_of_each_stage(row: dict[str, Any]) -> None:
     predicted = peaks(row, fused_loss=True)
     published = list(row["peak_alloc_by_stage_gib"].values())
     assert predicted == pytest.approx(published, rel=0.003)
+
+
+#: The fullest runs with FSDP of `published_runs_subset.json`.
+FULLEST = ("30b s8192 8gpu mbs1 FULL_SHARD ckpt", "350m s2048 128gpu mbs18 FULL_SHARD")
+RUNS = json.loads((Path(__file__).parent / "published_runs_subset.json").read_text())["inputs"]
+FULL_RUNS = [
+    row for row in RUNS["rows"] if row["label"] in FULLEST and row["gpu"].startswith("a100")
+]
+
+
+def fullest_share(model: ps.Transformer, cluster: ps.Cluster, **settings: Any) -> float:
+    """Return the bytes of the fullest device over those of its GPU; a plan refuses more than 1."""
+    (row,) = ps.plan(model, cluster, split="even", progress=False, **settings).ranked
+    return row.memory / cluster.memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", FULL_RUNS, ids=lambda run: run["label"])
+def test_full_runs_fit(run: dict[str, Any]) -> None:
+    """The memory of presets is no less than what runs filled."""
+    share = fullest_share(
+        ps.Transformer(**run["model"]), ps.Cluster("dgx_a100", run["n_gpus"], gpu=run["gpu"]),
+        global_batch=run["gbs"], microbatch_size=run["mbs"], tensor_parallel=1,
+        pipeline_parallel=1, recompute=run["recompute"], shard_parameters=run["fsdp"],
+        framework="llm_foundry_2023",
+    )  # fmt: skip
+    assert share > 0.9
+
+
+@pytest.mark.slow
+def test_nemotron_fits_128_gpus() -> None:
+    """NeMo's sums of 16 bits, and its 10 bytes of optimizer a parameter, are needed for it."""
+    model = ps.Transformer.preset("nemotron4_340b", bytes_per_gradient=2)
+    share = fullest_share(
+        model, ps.Cluster("dgx_h100", 128), global_batch=32, microbatch_size=1,
+        tensor_parallel=8, pipeline_parallel=8, schedules="interleaved_1f1b", n_chunks=12,
+        sequence_parallel=True, shard_optimizer=True, recompute="none", framework="nemo_2025",
+    )  # fmt: skip
+    assert share > 0.97

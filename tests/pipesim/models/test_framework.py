@@ -170,6 +170,27 @@ def test_a_published_layout_fits_with_sums_in_16_bits() -> None:
     assert held[1] > 80e9
 
 
+def test_optimizers_that_keep_16_bits_of_each_parameter() -> None:
+    """Parameters of 16 bits hold the others: 10 bytes a parameter, not 12, which STEP moves twice.
+
+    Parameters of 32 bits, and an optimizer without states, have no copy.
+    """
+    for sizes, saved in (({}, 2), ({"bytes_per_parameter": 4}, 0),
+                         ({"optimizer_bytes_per_parameter": 0}, 0)):  # fmt: skip
+        model = ps.Transformer.preset("llama3_8b", **sizes)
+        (plain, spared) = (
+            model.costs(
+                1, microbatch_size=1, gpu=PLAIN, framework=ps.Framework(master_bytes=nbytes)
+            )
+            for nbytes in (4, 2)
+        )
+        nbytes = saved * model.n_parameters
+        difference = plain.optimizer_bytes[0] - spared.optimizer_bytes[0]
+        assert difference == pytest.approx(nbytes)
+        seconds = plain.optimizer_step[0] - spared.optimizer_step[0]
+        assert seconds == pytest.approx(2 * nbytes / PLAIN.bandwidth, abs=1e-12)
+
+
 def test_sums_of_16_bits_add_in_products() -> None:
     """A framework that fuses all sums has no kernel that adds gradients of linear maps."""
     added = [

@@ -16,7 +16,7 @@ def test_machine_has_its_gpu_memory_and_network() -> None:
     cluster = ps.Cluster("dgx_h100", n_gpus=64)
     assert (cluster.n_gpus, cluster.gpus_per_node) == (64, 8)
     assert cluster.gpu == ps.GPU.preset("h100_sxm")
-    assert cluster.memory == 80e9
+    assert cluster.memory == 76 * 2**30
     assert cluster.network(8) == ps.Network.preset("dgx_h100", efficiency=0.7, gpus_per_device=8)
 
 

@@ -311,7 +311,7 @@ def test_the_plot_is_labelled() -> None:
     assert plans().plot().texts[0].get_text() == "limit 74.5 GiB"
     half = ps.Cluster("dgx_h100", n_gpus=8, usable_memory=0.5)
     free = replace(plans(), problem=replace(problem(), cluster=half, memory_limit=None))
-    assert free.plot().texts[0].get_text() == "limit 37.3 GiB"
+    assert free.plot().texts[0].get_text() == "limit 38.0 GiB"
 
 
 def test_names_of_configurations_differ() -> None:

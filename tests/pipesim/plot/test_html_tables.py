@@ -143,7 +143,7 @@ def test_a_gpu_shows_its_rates() -> None:
     rows = {row[0]: row[1] for row in cells_of(html)[1:]}
     assert rows["flops"] == format_decimal(gpu.flops, "FLOP/s")
     assert rows["bandwidth"] == format_decimal(gpu.bandwidth, "B/s")
-    assert rows["memory"] == "80.0 GB"
+    assert rows["memory"] == format_decimal(gpu.memory or 0, "B") == "81.6 GB"
     assert rows["launch"] == format_time(gpu.launch) == "10.0 µs"
     assert rows["multiprocessors"] == "132"
     assert "GPU h100_sxm; products reach 60% of the data sheet" in html
