@@ -40,13 +40,16 @@ class TrainerSettings:
         GPUs that share each expert.
     framework
         What the framework does besides, as its flags or settings say.
+    flash_attention
+        Whether the attention core is one fused kernel.
     precision
         Number format of linear products of layers.
     schedule_csv
         File with the order of the pipeline; empty for the named schedule of ``choice``.
     ignored
         Flags or settings that do not change the tasks, or that are not known. Sizes of the model
-        are among them: give them to `pipesim.Transformer`.
+        are among them: give them to `pipesim.Transformer`. Megatron-LM sums gradients in 32 bits,
+        ``bytes_per_gradient=4``, without ``--grad-reduce-in-bf16``.
 
     Examples
     --------
@@ -71,6 +74,7 @@ class TrainerSettings:
     gather_parameters: GatherParameters = "after_step"
     expert_tensor_parallel: int = 1
     framework: Framework = BEST_CASE
+    flash_attention: bool = True
     precision: Precision = "bf16"
     schedule_csv: str = ""
     ignored: tuple[str, ...] = ()
@@ -123,6 +127,7 @@ class TrainerSettings:
             "layers_per_stage": choice.layers_per_stage,
             "slices": choice.n_slices,
             "framework": self.framework,
+            "flash_attention": self.flash_attention,
             "precision": self.precision,
             **choice.shard_options,
         }

@@ -67,6 +67,7 @@ OFFLOADED = (
 def megatron_flags(
     choice: PlanChoice, global_batch: int, layout: Layout, exchange: FrameworkOptions, *,
     has_experts: bool = False, framework: Framework = BEST_CASE, precision: Precision | None = None,
+    flash_attention: bool = True,
 ) -> str:  # fmt: skip
     """Return the flags of a configuration; see `Plan.to_megatron`.
 
@@ -94,6 +95,7 @@ def megatron_flags(
     flags += ["--sequence-parallel"] * splits
     flags += ["--tp-comm-overlap"] * (splits and framework.tensor_overlap == "userbuffers")
     flags += _PRECISION[precision] if precision else ()
+    flags += [] if flash_attention else ["--attention-backend", "unfused"]
     flags += _RECOMPUTE[choice.recompute]
     if choice.recompute == "selective" and framework.recompute_modules != ("core_attn",):
         flags += ["--recompute-modules", *_modules(framework)]
@@ -210,6 +212,8 @@ _REFUSED: Mapping[str, str] = {
     "--perform-rl-step": "steps of reinforcement learning",
     "--skip-train": "forwards alone",
 }
+#: Values of ``--attention-backend``.
+_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 #: Flags with "pipeline" in their name that do not change it.
 _HARMLESS = ("--pipeline-model-parallel-comm-backend", "--deallocate-pipeline-outputs",
              "--rl-inference-pipeline-model-parallel-size")  # fmt: skip
@@ -222,10 +226,10 @@ def read_megatron(
 ) -> TrainerSettings:
     """Read the configuration of a pipeline from flags of Megatron-LM.
 
-    Flags of parallel sizes, batch sizes, stages and their layers, precision, recompute, distributed
-    optimizer and its overlap, Megatron-FSDP, offload and order of ranks are understood. Others that
-    would change the pipeline are refused, such as ``--yaml-cfg`` and ``--rampup-batch-size``, and
-    the rest is listed in `TrainerSettings.ignored`.
+    Flags of parallel sizes, batch sizes, stages and their layers, precision, attention, recompute,
+    distributed optimizer and its overlap, Megatron-FSDP, offload and order of ranks are understood.
+    Others that would change the pipeline are refused, such as ``--yaml-cfg`` and
+    ``--rampup-batch-size``, and the rest is listed in `TrainerSettings.ignored`.
 
     Parameters
     ----------
@@ -301,6 +305,7 @@ def read_megatron(
         gather_parameters=gather_parameters,
         expert_tensor_parallel=read.count("--expert-tensor-parallel-size") or t,
         framework=framework,
+        flash_attention=_fuses_attention(read),
         precision=_precision(read),
         ignored=_checked_rest(read),
     )
@@ -441,6 +446,14 @@ def _framework(read: Flags) -> Framework:
         fused_router=read.switch("--moe-router-fusion"),
         shared_expert_overlap=read.switch("--moe-shared-expert-overlap"),
     )
+
+
+def _fuses_attention(read: Flags) -> bool:
+    """Return whether the attention core is one kernel, as Transformer Engine chooses by default."""
+    name = "--attention-backend"
+    backend = check_name(f"flags: {name}", read.text(name, "auto"), _BACKENDS)
+    is_local = read.text("--transformer-impl", "transformer_engine") == "local"
+    return backend not in ("unfused", "local") and not is_local
 
 
 def _precision(read: Flags) -> Precision:

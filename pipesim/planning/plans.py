@@ -133,6 +133,7 @@ class Plan:
             self.choice, problem.global_batch, problem.layout, problem.exchange(self.choice),
             has_experts=has_experts, framework=problem.framework,
             precision=problem.parallel.precision if is_model else None,
+            flash_attention=problem.parallel.flash_attention,
         )  # fmt: skip
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:

@@ -260,7 +260,8 @@ CLUSTER = ps.Cluster(
 NO_FLAG = {"routing"}
 #: Fields of `Parallel` that `TrainerSettings.cost_options` lacks: flags of Megatron-LM and settings
 #: of torchtitan that give them do not change the pipeline, and are among those ignored.
-NOT_READ = set(PARALLEL) - {*SEARCHED, "expert_tensor_parallel", "framework", "precision"}
+READ = {*SEARCHED, "expert_tensor_parallel", "flash_attention", "framework", "precision"}
+NOT_READ = set(PARALLEL) - READ
 
 
 def spread_costs(parallel: ps.Parallel | None = None, **settings: Any) -> ps.Costs:

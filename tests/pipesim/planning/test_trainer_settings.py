@@ -480,9 +480,7 @@ def test_costs_are_those_of_the_plan() -> None:
     assert "--tp-comm-overlap" in best.to_megatron()
     settings = ps.read_megatron(best.to_megatron(), n_gpus=16)
     network = cluster.network(best.choice.gpus_per_device)
-    costs = model.costs(
-        gpu=cluster.gpus[0], network=network, flash_attention=True, **settings.cost_options
-    )
+    costs = model.costs(gpu=cluster.gpus[0], network=network, **settings.cost_options)
     assert costs.forward == best.costs.forward
     assert costs.activation_bytes == best.costs.activation_bytes
     flags = (
@@ -492,6 +490,27 @@ def test_costs_are_those_of_the_plan() -> None:
     )
     options = ps.read_megatron(flags, n_gpus=8).cost_options
     assert (options["expert_parallel"], options["expert_tensor_parallel"]) == (4, 1)
+
+
+def test_attention_is_one_kernel_unless_a_flag_says_otherwise() -> None:
+    """Transformer Engine chooses a fused kernel; torchtitan has torch's; plans write the others."""
+    settings = ps.read_megatron
+    assert titan("").cost_options["flash_attention"]
+    for flags in ("", "--use-flash-attn", "--attention-backend fused"):
+        assert settings(f"{LEAST} {flags}").cost_options["flash_attention"]
+    for flags in ("--attention-backend unfused", "--transformer-impl local"):
+        assert not settings(f"{LEAST} {flags}").cost_options["flash_attention"]
+    with pytest.raises(ArgumentError, match="unknown flags: --attention-backend 'fussed'; did"):
+        settings(f"{LEAST} --attention-backend fussed")
+    model, cluster = ps.Transformer.preset("gpt2_xl"), ps.Cluster("dgx_a100", n_gpus=2)
+    flags = [
+        ps.plan(
+            model, cluster, global_batch=4, pipeline_parallel=2, schedules="1f1b",
+            flash_attention=fuses, progress=False,
+        ).best.to_megatron()
+        for fuses in (True, False)
+    ]  # fmt: skip
+    assert [settings(text).flash_attention for text in flags] == [True, False]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8", "mxfp8", "nvfp4"])
