@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ _FILE = Path(__file__).with_name("published_quotients.json")
 _LEAST = 20
 #: A framework that fuses and hides all, and one that does neither.
 _BEST = Framework(
-    attention_kernel="fa3", tensor_overlap="userbuffers", fused_router=True,
+    attention_kernel="fa3", tensor_overlap="userbuffers", fused_sums="all", fused_router=True,
     shared_expert_overlap=True,
 )  # fmt: skip
 _WORST = Framework(
@@ -86,8 +87,8 @@ def prediction_interval(timeline: Timeline, share: Fraction = 0.8) -> Interval:
     Raises
     ------
     TimelineError
-        If the costs are not those of a GPU's data sheet: measured costs have errors of their own,
-        which `pipeexec.validate` tells.
+        If there are no costs, as in a file, or they are not those of a GPU's data sheet: measured
+        costs have errors of their own, which `pipeexec.validate` tells.
 
     Examples
     --------
@@ -101,6 +102,11 @@ def prediction_interval(timeline: Timeline, share: Fraction = 0.8) -> Interval:
     True
     """
     steps = steps_like(timeline)
+    if timeline.costs is None:
+        raise TimelineError(
+            f"timeline {timeline.name!r} has no costs, which say what an interval rests on; a file "
+            "has none: give costs= to Timeline.load"
+        )
     if steps is None:
         raise TimelineError(
             f"costs of timeline {timeline.name!r} are not those of a GPU's data sheet, whose "
@@ -111,7 +117,6 @@ def prediction_interval(timeline: Timeline, share: Fraction = 0.8) -> Interval:
     if steps.quotients:
         low, high = steps.ends(seconds, share)
         return Interval(low, high, share, f"{share:.0%} of {steps.text}")
-    assert timeline.costs is not None
     others = [timeline.costs.rebuilt(framework=other.to_dict()) for other in (_BEST, _WORST)]
     band = [seconds, *(predict_timeline(timeline.graph, other).makespan for other in others)]
     basis = f"from all fused and hidden to nothing, as there are {steps.text}"
@@ -162,13 +167,14 @@ def ends_text(timeline: Timeline) -> str:
 
 def known_steps(framework: Framework, gpu: GPU, precision: str) -> KnownSteps:
     """Return published steps of a framework, or else of all, on a family of GPUs."""
-    family, sheet = gpu.name.partition("_")[0], DATA_SHEETS.get(gpu.name)
+    family = gpu.name.partition("_")[0]
     text = f"too few published steps of {framework.name or 'this framework'} on {family or 'it'}"
-    if sheet is None or gpu.flops != sheet.flops * sheet.flops_efficiency:
+    preset = GPU.preset(gpu.name) if gpu.name in DATA_SHEETS else None
+    if preset is None or replace(gpu, memory=preset.memory) != preset:
         return KnownSteps((), f"no published steps of {gpu.name or 'a GPU'} with these rates")
     if precision not in ("bf16", "fp16"):
         return KnownSteps((), f"too few published steps in {precision} on {family}")
-    is_best_case = framework == BEST_CASE
+    is_best_case = replace(framework, name="", source="") == BEST_CASE
     name = "" if is_best_case else framework.name
     own = _published().get(name, {}).get(family, ()) if name or is_best_case else ()
     if len(own) >= _LEAST:

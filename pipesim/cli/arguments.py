@@ -184,7 +184,7 @@ def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool = False) -> 
         help="costs to start from; other options override them",
     )  # fmt: skip
     names = [name for name, row in STAGE_ROWS.items() if not row.is_rare]
-    names += ["skip_bytes", "tied_bytes", "all_reduce", "memory_reserve"]
+    names += ["skip_bytes", "tied_bytes", "all_reduce", "memory_reserve", "overlap_cost"]
     flags = {name: f"--{flag.replace('_', '-')}" for name, flag in SECONDS.items()}
     add_parameters(group, Costs, names, prefix="settings.costs.", flags=flags)
     group = command.add_argument_group("network", "links between devices, and to host memory")

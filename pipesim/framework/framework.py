@@ -412,4 +412,4 @@ def schedule_reason(framework: Framework, schedule: str, n_devices: int) -> str:
     if not names:
         return f"{name} has no pipelines, got one of {n_devices} devices; take another framework"
     runs = f"{name} runs {', '.join(names)}, and not {schedule!r}"
-    return f"{runs}; take one of these, or another framework"
+    return f"{runs}; take one of these, another framework, or this one with schedules=None"

@@ -1,6 +1,7 @@
 """Where a step is expected: by published steps, or between two frameworks."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,8 @@ def test_steps_of_other_frameworks_and_of_the_best_case() -> None:
     assert other.interval(1).high == pytest.approx(2 * other.makespan)
     assert other.interval().basis.endswith("published steps of all frameworks on a100")
     assert best.interval().basis.endswith("published steps without their framework on h100")
+    named = step("h100_sxm", ps.Framework(name="mine", source="by hand"))
+    assert named.interval() == best.interval()  # a name changes no step
 
 
 @pytest.mark.usefixtures("hundred_steps")
@@ -60,8 +63,9 @@ def test_steps_of_other_frameworks_and_of_the_best_case() -> None:
         ("h100_sxm", "llm_foundry_2023"),
         ("a100_80gb", ps.Framework(fused_norm=False)),
         (ps.GPU.preset("a100_80gb").scaled(0.9), "llm_foundry_2023"),
+        (replace(ps.GPU.preset("a100_80gb"), bandwidth=1e12), "llm_foundry_2023"),
     ],
-    ids=["too few steps", "one of no name", "other rates"],
+    ids=["too few steps", "one of no name", "other rates", "another bandwidth"],
 )
 def test_without_published_steps_it_is_a_band(gpu: Any, framework: Any) -> None:
     """From a framework that fuses all to one that fuses nothing, and the prediction is inside."""
@@ -73,9 +77,17 @@ def test_without_published_steps_it_is_a_band(gpu: Any, framework: Any) -> None:
     assert interval.basis.startswith("from all fused and hidden to nothing, as there are")
 
 
+def test_the_band_holds_all_presets() -> None:
+    """None is faster than its low end or slower than its high one: all have the same."""
+    presets = [step("b200", name).interval() for name in ps.frameworks().index]
+    assert len({(round(band.low, 12), round(band.high, 12)) for band in presets}) == 1
+
+
 def test_measured_costs_have_errors_of_their_own() -> None:
     with pytest.raises(TimelineError, match=r"not those of a GPU's data sheet.*validate"):
         ps.simulate(GRAPH, ps.Costs(1, 2)).interval()
+    with pytest.raises(TimelineError, match="'measured' has no costs"):
+        replace(step(), costs=None, name="measured").interval()
     with pytest.raises(ArgumentError, match="share"):
         step().interval(1.5)
 

@@ -75,6 +75,21 @@ def test_arguments_override_the_file(capsys: pytest.CaptureFixture[str], config:
     assert "2 devices" in succeed(capsys, "simulate", "--config", config, "--devices", 2)
 
 
+def test_overlap_costs_compute_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    """Buckets of gradients slow the backwards that they hide behind, as with the API."""
+    numbers = {"forward": 1.0, "backward": 2.0, "parameter_bytes": 1e11, "overlap_cost": 0.5}
+    flags = [text for name in numbers for text in (f"--{name.replace('_', '-')}", numbers[name])]
+    out = succeed(capsys, "simulate", "1f1b", "--devices", 2, "--microbatches", 4, "--replicas", 2,
+                  "--grad-sync", "bucketed", "--bandwidth", 2e11, *flags)  # fmt: skip
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync="bucketed")
+    step = ps.simulate(graph, ps.Costs(**numbers, network=ps.Network(bandwidth=2e11))).makespan
+    free = ps.simulate(
+        graph, ps.Costs(**{**numbers, "overlap_cost": 0.0}, network=ps.Network(bandwidth=2e11))
+    ).makespan
+    assert f"makespan     {1e3 * step:.0f} ms" in out
+    assert step > free
+
+
 def test_a_table_overrides_shared_settings(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
