@@ -331,6 +331,11 @@ def checked_problem(
             f"model must be a pipesim.Transformer or pipesim.Layers, got {model!r:.60}; give such "
             'as pipesim.Transformer.preset("llama3_70b")'
         )
+    if isinstance(model, Layers) and parallel.precision != "bf16":
+        raise ArgumentError(
+            f"precision={parallel.precision!r} changes no measured seconds; measure layers in this "
+            "precision, or plan with a pipesim.Transformer"
+        )
     check_type("cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)')
     if check_count("global_batch", global_batch) > _MOST_SEQUENCES:
         raise ArgumentError(f"global_batch must be at most {_MOST_SEQUENCES}, got {global_batch}")

@@ -151,7 +151,9 @@ def test_a_plan_refuses_other_ranks(wrong: dict[str, Any]) -> None:
         ps.plan(MODEL, ps.Cluster("dgx_b200", n_gpus=8), global_batch=8, **wrong)
 
 
-def test_measured_layers_have_no_interval_to_rank_by() -> None:
+def test_measured_layers_have_neither_interval_nor_precision() -> None:
     layers = ps.Layers({"forward": [1, 1], "backward": [2, 2], "activation_bytes": [9, 9]})
     with pytest.raises(ArgumentError, match=r"rank_by=\"high\" needs the interval"):
         ps.plan(layers, ps.Cluster("dgx_h100", n_gpus=2), global_batch=4, rank_by="high")
+    with pytest.raises(ArgumentError, match="precision='fp8' changes no measured seconds"):
+        ps.plan(layers, ps.Cluster("dgx_h100", n_gpus=2), global_batch=4, precision="fp8")
