@@ -13,9 +13,10 @@
   fitted again.
 - **Frameworks**: sets of `_published_runs`, from data sheets with the framework that they ran on,
   in the best case, and with one attribute at a time as in the best case. Quotients of measured over
-  predicted seconds are written to ``pipesim/analysis/published_quotients.json``, from which
-  `Timeline.interval` takes its ends. Coverage is the share of a set's rows in the interval of 80 %
-  that the rows of other sets give. Steps with experts are listed with what they are made of.
+  predicted seconds are written to ``pipesim/analysis/published_quotients.json``, those of steps in
+  16 bits; `Timeline.interval` takes its ends from them. Coverage is the share of a set's rows in
+  the interval of 80 % that the rows of other sets give. Steps with experts are listed with what
+  they are made of.
 - **Regret**: how much longer the step takes that is predicted to be the fastest of its group,
   relative to the fastest that was measured; groups of at least four rows.
 
@@ -259,14 +260,15 @@ def framework_lines(sets: Sequence[PublishedSteps]) -> tuple[list[str], dict[str
     for steps in sets:
         framework, family = steps.rows[0]["framework"], steps.gpu.partition("_")[0]
         kinds = {"": best_case(steps), framework.name: steps}
+        in_16_bits = [row.get("precision", "bf16") == "bf16" for row in steps.rows]
         for name, own in kinds.items():
             predicted = presets(own)
-            quotients = (steps.seconds / predicted).tolist()
-            by_name[name][family] += quotients
+            quotients = steps.seconds / predicted
+            by_name[name][family] += quotients[in_16_bits].tolist()
             errors.append([steps.name if not name else "", str(len(steps.rows)), family,
                            name or "best case", *accuracy(predicted, steps.seconds),
                            regret(predicted, steps)])  # fmt: skip
-        ratios.append(np.array(quotients))
+        ratios.append(quotients)
         terms += term_rows(steps, errors[-1][4])
     for number, own in enumerate(ratios):
         others = np.concatenate(ratios[:number] + ratios[number + 1 :])
@@ -283,7 +285,7 @@ def framework_lines(sets: Sequence[PublishedSteps]) -> tuple[list[str], dict[str
         f"{(1 / every - 1).mean():+.1%}; 80 % took {low:.2f} to {high:.2f} times as long.", "",
         "One attribute of the framework as in the best case, mean error (signed):",
         *table(["set", "attribute", "mean", "signed"], terms, 2),
-    ], {name: {k: sorted(np.round(v, 3).tolist()) for k, v in families.items()}
+    ], {name: {k: sorted(np.round(v, 3).tolist()) for k, v in families.items() if v}
         for name, families in by_name.items()}  # fmt: skip
 
 
@@ -292,7 +294,7 @@ def term_rows(steps: PublishedSteps, mean: str) -> list[list[str]]:
     framework = steps.rows[0]["framework"]
     rows = [[steps.name, "none", mean, ""]]
     for attribute in framework.to_dict():
-        if attribute not in ("name", "source"):
+        if attribute not in ("name", "schedules", "source"):
             changed = with_framework(steps, **{attribute: getattr(ps.Framework(), attribute)})
             mean, _, _, signed, _ = accuracy(presets(changed), steps.seconds)
             rows.append(["", attribute, mean, signed])
