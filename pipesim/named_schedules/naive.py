@@ -34,7 +34,7 @@ def naive(n_devices: int, n_microbatches: int, n_chunks: int = 1) -> Schedule:
     One device of three chunks accumulates the gradients of a micro-batch after the other, as a loop
     of torch does. If each chunk is a layer, ``lower(shard_parameters="every")`` is FSDP::
 
-        device 0 | 0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1
+        0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1
 
     Parameters
     ----------

@@ -53,6 +53,7 @@ def test_megatron_sizes() -> None:
         "--global-batch-size": "16",
         "--sequence-parallel": "",
         "--use-distributed-optimizer": "",
+        "--bf16": "",
     }
 
 
