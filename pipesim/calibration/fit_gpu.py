@@ -64,6 +64,7 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
+from pipesim.framework.framework import Framework, as_framework
 from pipesim.models.gpu import FITTED, GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.sources import MACHINES
@@ -275,6 +276,7 @@ def fit_gpu(
     gpu: GPU | Mapping[str, Any] | Path | str,
     network: Network | str | None = None,
     constants: Iterable[str] | None = None,
+    framework: Framework | Mapping[str, Any] | str | None = None,
     prior: bool = True,
     progress: bool = True,
 ) -> Calibration:
@@ -306,6 +308,8 @@ def fit_gpu(
         ``flops``, ``bandwidth``, ``launch``, ``synchronization`` if messages of any row block
         (``overlap`` is False), ``attention_ratio`` if any row has ``flash_attention`` and, with a
         network, its efficiency.
+    framework
+        What the training framework does, as in `Transformer.costs`, in rows that do not say it.
     prior
         Whether constants are expected near their start, each as near as data sheets and published
         steps say (`pipesim.calibration.fit_gpu.PRIOR`), so that few rows do not spoil a good start.
@@ -345,6 +349,9 @@ def fit_gpu(
     check_flag("prior", prior)
     check_flag("progress", progress)
     steps = measured_steps(rows)
+    if framework is not None:
+        default = {"framework": as_framework(framework)}
+        steps = [replace(step, settings=default | dict(step.settings)) for step in steps]
     predictions = step_predictions(steps)
     effective = {
         "synchronization": any(step.blocks for step in predictions),

@@ -318,7 +318,8 @@ def _add_calibration(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("fit")
     text = descriptions(GPU.fit)["gpu"]
     group.add_argument("--gpu", required=True, metavar="NAME", help=text)
-    add_options(group, GPU.fit, ["network"], metavars={"network": "NAME"}, with_defaults=True)
+    names = ["network", "framework"]
+    add_options(group, GPU.fit, names, metavars=dict.fromkeys(names, "NAME"), with_defaults=True)
     add_options(group, GPU.fit, ["prior"], with_defaults=True)
     add_options(
         group, GPU.fit, ["constants"], metavars={"constants": "A,B,..."}, with_defaults=True,

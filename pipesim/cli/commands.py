@@ -375,7 +375,7 @@ def calibrate(args: argparse.Namespace) -> None:
         warnings.simplefilter("default")
         fitted = GPU.fit(
             args.rows, gpu=args.gpu, network=args.network, constants=args.constants,
-            prior=args.prior,
+            framework=args.framework, prior=args.prior,
         )  # fmt: skip
     write_scatter(args.plot, fitted.plot, _HEIGHT)
     if args.csv:

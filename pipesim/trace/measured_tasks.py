@@ -55,9 +55,7 @@ def schedule_name(tasks: MeasuredTasks) -> str | None:
         return None
     n_chunks = n_stages // n_devices
     for name, options in options_of_schedules().items():
-        chosen = {x: n_chunks // _CHUNKS[x] for x in options if x in _CHUNKS}
-        if chosen and n_chunks == 1:  # another schedule has these orders, under its usual name
-            continue
+        chosen = {x: n_chunks // _CHUNKS[x] for x in options if x in _CHUNKS and n_chunks > 1}
         try:
             named = schedule(name, n_devices, n_microbatches, **chosen)
         except PipeError:  # not of these counts

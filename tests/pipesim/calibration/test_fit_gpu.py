@@ -286,6 +286,10 @@ def test_a_fitted_gpu_has_the_attention_of_its_rows() -> None:
     fitted = ps.GPU.fit(rows, gpu=true, constants=["attention_ratio"])
     assert fitted.gpu.attention_ratio == pytest.approx(slow.attention_ratio, rel=0.05)
     assert fitted.predict(rows) == pytest.approx(fitted.rows["predicted"].to_numpy())
+    nameless = [{k: v for k, v in row.items() if k != "framework"} for row in rows]
+    options = {"gpu": true, "constants": ["attention_ratio"]}
+    named = ps.GPU.fit(nameless, framework="megatron_core_2024", **options)
+    assert named.gpu == fitted.gpu != ps.GPU.fit(nameless, **options).gpu
 
 
 def test_a_batch_is_divided_among_replicas_and_micro_batches() -> None:
