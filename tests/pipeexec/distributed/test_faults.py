@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 #: What goes wrong, and what the error says beside the rank, the device, the stage and the task.
 CASES: dict[Fault, str] = {
     Fault("kill", 1, "1F2", launcher=True): "rank 1 was lost; rank 1 was in 1F2 .*meanwhile rank 0 "
-    r"in step 1: device 0 (in 0F\d |before 0B\d .*, waiting for 0RECV_B\d from device 1;)",
+    r"in step 1: device 0 (in 0F\d |before 0B\d )",
     Fault("kill", 0, "0B1", n_ranks=3): "rank 0.* was lost; rank 0 was in 0B1",
     Fault("kill", 2, "2F1", n_ranks=3): "rank 2 was lost; .*meanwhile rank 0 .*; rank 1 ",
     Fault("kill", 1, "1REDUCE_GRAD", schedule="chimera"): "rank 1 was in .*1REDUCE_GRAD",
