@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.prediction_interval import steps_like
+from pipesim.analysis.prediction_interval import published_ends
 from pipesim.errors import CostsWarning, TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.memory import reserved_memory
@@ -96,9 +96,9 @@ def summary(timeline: Timeline) -> dict[str, float]:
 def known_results(timeline: Timeline) -> dict[str, float | bool]:
     """Return the values of a timeline in those columns of `compare` that may be missing."""
     results: dict[str, float | bool] = {}
-    steps = steps_like(timeline)
-    if steps is not None and steps.quotients:
-        results["low"], results["high"] = steps.ends(timeline.makespan)
+    ends = published_ends(timeline)
+    if ends is not None:
+        results["low"], results["high"] = ends
     limit = timeline.memory.limit
     if limit is not None:
         room = limit if timeline.costs is None else limit - reserved_memory(timeline)

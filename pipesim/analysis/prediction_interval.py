@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipesim.errors import TimelineError
-from pipesim.framework.framework import BEST_CASE, Framework, as_framework
+from pipesim.framework.framework import BEST_CASE, OVERLAP_COST, Framework, as_framework
 from pipesim.models.data_sheets import DATA_SHEETS
 from pipesim.models.gpu import GPU
 from pipesim.simulation.simulate import predict_timeline
@@ -41,8 +41,8 @@ _WORST = Framework(
     attention_kernel="fa1", fused_rotary=False, fused_activation=False, fused_norm=False,
     norm_bytes=4, separate_gate=True, attention_copies=True, fused_sums="none",
     exchange_element_bytes=4, gradient_exchange="all_reduce", exchange_copies=26,
-    overlap_cost=0.43, expert_products="sequential", fused_permute=False, fused_expert_bias=False,
-    expert_padding=True,
+    overlap_cost=OVERLAP_COST, expert_products="sequential", fused_permute=False,
+    fused_expert_bias=False, expert_padding=True,
 )  # fmt: skip
 
 
@@ -156,13 +156,16 @@ def steps_like(timeline: Timeline) -> KnownSteps | None:
     )
 
 
+def published_ends(timeline: Timeline) -> tuple[float, float] | None:
+    """Return the ends of the interval of 80 % (s); None if published steps do not give it."""
+    steps = steps_like(timeline)
+    return None if steps is None or not steps.quotients else steps.ends(timeline.makespan)
+
+
 def ends_text(timeline: Timeline) -> str:
     """Return the ends of the interval of 80 %, such as " (1.9 s to 2.4 s)"; "" if not known."""
-    steps = steps_like(timeline)
-    if steps is None or not steps.quotients:
-        return ""
-    low, high = steps.ends(timeline.makespan)
-    return f" ({format_time(low)} to {format_time(high)})"
+    ends = published_ends(timeline)
+    return "" if ends is None else f" ({' to '.join(map(format_time, ends))})"
 
 
 def known_steps(framework: Framework, gpu: GPU, precision: str) -> KnownSteps:

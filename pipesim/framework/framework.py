@@ -256,7 +256,24 @@ class Framework:
 BEST_CASE = Framework()
 
 #: Measured beside an all-gather over NVLink, https://github.com/NVIDIA/nccl/issues/1428.
-_OVERLAP_COST = 0.43
+OVERLAP_COST = 0.43
+
+_MEGATRON_CORE = Framework(
+    attention_kernel="cudnn",
+    tensor_overlap="userbuffers",
+    fused_expert_bias=False,
+    grad_sync="bucketed",
+    n_buckets=16,
+    gather_parameters="before_forward",
+    overlap_cost=OVERLAP_COST,
+    messages="interleaved",
+    rank_order="tp-cp-ep-dp-pp",
+    schedules=("1f1b", "interleaved_1f1b"),
+    source="NVIDIA/dgxc-benchmarking, settings of NeMo: ub_tp_comm_overlap, overlap_grad_sync, "
+    "overlap_param_sync; Megatron-Bridge, comm_overlap.py; Megatron-LM, buckets of at least "
+    "40 million parameters, which are 10 to 30 of a chunk of models of 70 to 400 billion; "
+    "arguments.py (overlap_p2p_comm with interleaving alone), parallel_state.py",
+)
 
 PRESETS: dict[str, Framework] = {
     "megatron_2021": Framework(
@@ -298,58 +315,32 @@ PRESETS: dict[str, Framework] = {
     ),
     "llm_foundry_2023": Framework(
         attention_kernel="triton",
-        overlap_cost=_OVERLAP_COST,
+        overlap_cost=OVERLAP_COST,
         schedules=(),
         master_bytes=2.0,
         source="mosaicml/llm-foundry, scripts/train/benchmarking/submit_benchmarks.py: attn_impl "
         "triton, FSDP; torch.distributed.fsdp.MixedPrecision: sharded parameters have 32 bits",
     ),
-    "megatron_core_2024": Framework(
-        attention_kernel="cudnn",
-        tensor_overlap="userbuffers",
-        fused_expert_bias=False,
-        grad_sync="bucketed",
-        n_buckets=16,
-        gather_parameters="before_forward",
-        overlap_cost=_OVERLAP_COST,
-        messages="interleaved",
-        rank_order="tp-cp-ep-dp-pp",
-        schedules=("1f1b", "interleaved_1f1b"),
-        source="NVIDIA/dgxc-benchmarking, settings of NeMo: ub_tp_comm_overlap, overlap_grad_sync, "
-        "overlap_param_sync; Megatron-Bridge, comm_overlap.py; Megatron-LM, buckets of at least "
-        "40 million parameters, which are 10 to 30 of a chunk of models of 70 to 400 billion; "
-        "arguments.py (overlap_p2p_comm with interleaving alone), parallel_state.py",
-    ),
-    "nemo_2025": Framework(
-        attention_kernel="cudnn",
-        tensor_overlap="userbuffers",
-        fused_expert_bias=False,
+    "megatron_core_2024": _MEGATRON_CORE,
+    "nemo_2025": replace(
+        _MEGATRON_CORE,
         fused_sums="all",
-        grad_sync="bucketed",
-        n_buckets=16,
-        gather_parameters="before_forward",
-        overlap_cost=_OVERLAP_COST,
-        messages="interleaved",
-        rank_order="tp-cp-ep-dp-pp",
-        schedules=("1f1b", "interleaved_1f1b"),
         master_bytes=2.0,
         source="as megatron_core_2024; NVIDIA/dgxc-benchmarking: grad_sync_dtype bf16 (sums have "
         "16 bits: bytes_per_gradient=2), gradient_accumulation_fusion; NVIDIA/NeMo, "
         "megatron_base_model.py: store_param_remainders of the distributed optimizer",
     ),
-    "megatron_bridge_2025": Framework(
-        attention_kernel="cudnn",
-        tensor_overlap="userbuffers",
+    "megatron_bridge_2025": replace(
+        _MEGATRON_CORE,
         fused_router=True,
-        fused_expert_bias=False,
         fused_sums="all",
-        grad_sync="bucketed",
-        n_buckets=16,
-        gather_parameters="before_forward",
-        overlap_cost=_OVERLAP_COST,
+        messages="overlapped",
+        rank_order="",
+        schedules=None,
         source="NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0: "
         "grad_reduce_in_fp32 off (sums have 16 bits: bytes_per_gradient=2), moe_router_fusion, "
-        "moe_permute_fusion, moe_grouped_gemm; else as nemo_2025",
+        "moe_permute_fusion, moe_grouped_gemm; other kernels and exchanges of replicas as "
+        "megatron_core_2024; messages, order of ranks and optimizer were not looked up",
     ),
     "torchtitan_2024": Framework(
         attention_kernel="fa2",
@@ -358,7 +349,7 @@ PRESETS: dict[str, Framework] = {
         fused_norm=False,
         norm_bytes=4.0,
         separate_gate=True,
-        overlap_cost=_OVERLAP_COST,
+        overlap_cost=OVERLAP_COST,
         recompute_modules=("second_products",),
         rank_order="tp-cp-ep-dp-pp",
         master_bytes=2.0,

@@ -13,7 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_count
-from pipesim.named_schedules.patterns import alternate, number_microbatches
+from pipesim.named_schedules.patterns import (
+    alternate,
+    number_microbatches,
+    same_on_all_devices,
+)
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import Placement
@@ -266,11 +270,8 @@ def looped_bfs(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedu
     chunk = np.repeat(np.arange(n_chunks), n_microbatches)
     microbatch = np.tile(np.arange(n_microbatches), n_chunks)
     chunks, microbatches = (np.concatenate([x, x[::-1]]) for x in (chunk, microbatch))
-    return Schedule.from_columns(
-        "looped_bfs",
-        Placement.looped(n_devices, n_chunks),
-        n_microbatches,
-        ((ops, chunks * n_devices + device, microbatches) for device in range(n_devices)),
+    return same_on_all_devices(
+        "looped_bfs", n_devices, n_microbatches, n_chunks, ops, chunks, microbatches
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pipesim.errors import check_count
+from pipesim.named_schedules.patterns import same_on_all_devices
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
-from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -43,16 +43,12 @@ def naive(n_devices: int, n_microbatches: int, n_chunks: int = 1) -> Schedule:
     n_chunks
         Stages of each device.
     """
-    n_stages = n_devices * check_count("n_chunks", n_chunks)
-    check_schedule("naive", 2 * n_stages * n_microbatches)
+    n_chunks = check_count("n_chunks", n_chunks)
+    check_schedule("naive", 2 * n_devices * n_microbatches * n_chunks)
     ops = np.tile(np.repeat([Op.F, Op.B], n_chunks), n_microbatches)
+    forward = np.arange(n_chunks)
+    chunks = np.tile(np.concatenate([forward, forward[::-1]]), n_microbatches)
     microbatches = np.repeat(np.arange(n_microbatches), 2 * n_chunks)
-    return Schedule.from_columns(
-        "naive",
-        Placement.looped(n_devices, n_chunks),
-        n_microbatches,
-        (
-            (ops, np.tile(np.concatenate([own, own[::-1]]), n_microbatches), microbatches)
-            for own in np.arange(n_stages).reshape(n_chunks, n_devices).T
-        ),
+    return same_on_all_devices(
+        "naive", n_devices, n_microbatches, n_chunks, ops, chunks, microbatches
     )

@@ -1,6 +1,7 @@
 """Patterns that orders of several families share.
 
 - Forwards and backwards that alternate: `alternate`, and `alternating_schedule` from it.
+- One order of chunks, micro-batches and operations for all devices: `same_on_all_devices`.
 - Orders of a device's two chunks, written as phases: `expand_phases`, and `v_shaped_columns`.
 """
 
@@ -71,6 +72,19 @@ def alternating_schedule(
     stages = np.broadcast_to(devices[:, None], ops.shape)
     columns = zip(ops, stages, microbatches, strict=True)
     return Schedule.from_columns(name, placement, n_microbatches, columns)
+
+
+def same_on_all_devices(
+    name: str, n_devices: int, n_microbatches: int, n_chunks: int, ops: NDArray[Any],
+    chunks: NDArray[Any], microbatches: NDArray[Any],
+) -> Schedule:  # fmt: skip
+    """Build a schedule of looped chunks, of which each device runs the same order of its own."""
+    return Schedule.from_columns(
+        name,
+        Placement.looped(n_devices, n_chunks),
+        n_microbatches,
+        ((ops, chunks * n_devices + device, microbatches) for device in range(n_devices)),
+    )
 
 
 def number_microbatches(ops: NDArray[Any], stages: NDArray[Any]) -> NDArray[np.int32]:

@@ -43,7 +43,7 @@ _RECOMPUTE: dict[str, tuple[str, ...]] = {
     ),
 }
 
-
+#: Flags of each number format of linear products.
 _PRECISION: Mapping[Precision, tuple[str, ...]] = {
     "bf16": ("--bf16",),
     "fp16": ("--fp16",),

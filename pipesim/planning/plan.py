@@ -281,9 +281,9 @@ def _with_intervals(
     steps = _known_steps(problem)
     if steps is None:
         return ranked
-    rows = []
+    rows, (least, most) = [], steps.ends(1.0)
     for place, row in enumerate(ranked):
-        low, high = steps.ends(row.step)
+        low, high = row.step * least, row.step * most
         if place < n_bands and not steps.quotients:
             low, high, _, _ = Plan(problem, row).timeline.interval()
         rows.append(row._replace(low=low, high=high))

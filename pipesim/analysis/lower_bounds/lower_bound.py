@@ -302,9 +302,10 @@ def timeline_bound(timeline: Timeline) -> float:
     if costs is None or not timeline.complete or not len(timeline):
         return math.nan
     others = ~timeline.graph.is_op(RECVS)  # a RECV lasts as long as it waits for its SEND
-    expected = costs.of(timeline.graph).duration
-    if costs.overlap_cost:  # tasks last longer than that, if they have collectives beside them
+    if costs.overlap_cost:  # tasks last longer than their costs, with collectives beside them
         expected = predict_timeline(timeline.graph, costs).duration
+    else:
+        expected = costs.of(timeline.graph).duration
     error = np.abs(timeline.duration - expected)[others]
     if error.max(initial=0.0) > SHARE_OF_ROUNDING * timeline.makespan:
         return math.nan
