@@ -204,7 +204,9 @@ import os, pathlib, subprocess, sys, time
 from pipeexec.run_lock import run_lock
 with run_lock(pathlib.Path(sys.argv[1])):
     if sys.argv[2] == "forked":
-        child = os.fork() or time.sleep(1000)
+        if os.fork():
+            time.sleep(1000)
+        child = os.getpid()  # printed by the child, which has closed its copy of the lock
     else:
         child = subprocess.Popen(["sleep", "1000"], close_fds=False).pid
     print(child, flush=True)
