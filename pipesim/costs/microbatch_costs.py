@@ -114,6 +114,12 @@ def least_costs(costs: Costs) -> Costs:
     return costs if costs.n_microbatches is None else _with_each(costs, min)
 
 
+def most_costs(costs: Costs, parts: Sequence[Costs]) -> Costs:
+    """Return ``costs`` with the largest value of each field in parts, which have one a stage."""
+    joined = joined_microbatches(costs, parts, np.arange(len(parts)))
+    return joined if joined.n_microbatches is None else _with_each(joined, max)
+
+
 def _with_each(costs: Costs, of_row: Callable[[tuple[float, ...]], float]) -> Costs:
     """Return costs with ``of_row`` of the values of each stage, or skip."""
     changed: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Integral
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import numpy as np
 from pipesim.costs.cost_fields import Workload
 from pipesim.costs.costs import Costs, replace_stages
 from pipesim.costs.layer_split import LayerPartition, Split, checked_counts
-from pipesim.costs.microbatch_costs import joined_microbatches
+from pipesim.costs.microbatch_costs import joined_microbatches, most_costs
 from pipesim.costs.rows import PerStage
 from pipesim.errors import ArgumentError, check_name
 from pipesim.models.gpu import GPU, as_gpu
@@ -94,12 +94,18 @@ def model_costs(
     network: Network | None,
     lengths: Lengths | None = None,
     slices: Slices = 1,
+    context: Sequence[int] = (),
 ) -> Costs:
-    """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings."""
+    """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings.
+
+    ``context`` is ``context_parallel`` of each micro-batch, of which ``shard`` has the largest;
+    empty if all are equal.
+    """
     rates = None if gpu is None else as_gpu(gpu)
     if rates is not None:
         warn_of_misaligned_heads(shard, rates)
-    shards = microbatch_shards(shard, lengths, slices)
+    shards = microbatch_shards(shard, lengths, slices, context)
+    n_wholes = len(context) if lengths is None else len(lengths)
 
     def costs_of(own: Shard) -> ShardCosts:
         return ShardCosts(
@@ -135,10 +141,12 @@ def model_costs(
             "lengths": None if lengths is None else _lists(lengths),
             "slices": _lists(slices),
         }
+        if context:
+            settings["context_parallel"] = list(context)
     workload = replace(
-        shard_workload(shards or [shard], rates, settings, network),
-        n_slices=max(len(shards), 1) // (1 if lengths is None else len(lengths)),
-        n_microbatches=None if lengths is None else len(shards),
+        shard_workload(shards or [(shard,)], rates, settings, network),
+        n_slices=max(len(shards), 1) // max(n_wholes, 1),
+        n_microbatches=len(shards) if n_wholes else None,
     )
     return replace(costs, workload=workload)
 
@@ -167,35 +175,91 @@ def _plain(record: GPU | Transformer) -> dict[str, Any]:
 
 # Micro-batches of other lengths: padded or packed sequences, and slices of sequences
 
-#: For each micro-batch, the tokens of its sequences, or of each document packed into one.
-Lengths = Sequence[int | Sequence[int]]
+#: For each micro-batch, the tokens of its sequences, or of each document packed into one, or these
+#: for each group of GPUs that shares a sequence.
+Lengths = Sequence[int | Sequence[int] | Sequence[Sequence[int]]]
+#: Shards of the sequences that the groups of a device compute at the same time.
+Groups = tuple[Shard, ...]
 #: Number of equal slices of a sequence, or the tokens of each slice.
 Slices = int | Sequence[int]
 
 
-def microbatch_shards(shard: Shard, lengths: Lengths | None, slices: Slices) -> list[Shard]:
-    """Return the shard of each micro-batch, or of each slice; see `Transformer.costs`.
+def context_sizes(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return ``context_parallel`` of each micro-batch; empty if settings have one for all."""
+    sizes: Any = settings.get("context_parallel")
+    if isinstance(sizes, (str, bytes)) or not hasattr(sizes, "__len__"):
+        return ()
+    names = (f"context_parallel[{k}]" for k in range(len(sizes)))
+    checked = tuple(map(check_size, names, sizes))
+    if not checked:
+        raise ArgumentError(
+            "context_parallel is empty; give a number, or a list of one number a micro-batch"
+        )
+    for k, size in enumerate(checked):
+        check_divides(f"context_parallel[{k}]", size, "their maximum", max(checked))
+    return checked
+
+
+def microbatch_shards(
+    shard: Shard, lengths: Lengths | None, slices: Slices, context: Sequence[int] = ()
+) -> list[Groups]:
+    """Return the shards of each micro-batch, or of each slice; see `Transformer.costs`.
 
     Empty if all micro-batches are those of ``shard``.
     """
-    wholes = [shard]
     if lengths is not None:
         if isinstance(lengths, (str, bytes)) or not hasattr(lengths, "__len__") or not len(lengths):
             raise ArgumentError(
                 "lengths must be, for each micro-batch, the tokens of its sequences, or a list of "
                 f"the tokens of each document packed into one; got {lengths!r:.60}"
             )
-        wholes = [_of_length(shard, f"lengths[{k}]", value) for k, value in enumerate(lengths)]
+        if context and len(context) != len(lengths):
+            raise ArgumentError(
+                f"context_parallel has {len(context)} values, but lengths {len(lengths)}; give one "
+                "each a micro-batch"
+            )
+    n = len(context) if lengths is None else len(lengths)
+    wholes = [
+        _of_microbatch(
+            shard, k, shard.model.sequence_length if lengths is None else lengths[k],
+            context[k] if context else shard.context_parallel,
+        )
+        for k in range(n)
+    ] or [(shard,)]  # fmt: skip
     is_sliced = not (isinstance(slices, Integral) and not isinstance(slices, bool) and slices == 1)
     if not is_sliced:
-        return [] if lengths is None else wholes
-    return [part for whole in wholes for part in _of_slices(whole, slices)]
+        return wholes if n else []
+    return [
+        parts
+        for whole in wholes
+        for parts in zip(*(_of_slices(own, slices) for own in whole), strict=True)
+    ]
 
 
-def _of_length(shard: Shard, name: str, value: Any) -> Shard:
-    """Return the shard of a micro-batch of sequences of a length, or of packed documents."""
+def _of_microbatch(shard: Shard, k: int, value: Any, c: int) -> Groups:
+    """Return the shards of micro-batch ``k``, which ``c`` groups of tensor parallelism share."""
+    name, n_groups = f"lengths[{k}]", shard.context_parallel // c
+    # Lengths of other micro-batches may not be divided as that of the model: one change.
+    change = {"context_parallel": c, "context_groups": n_groups}
+    is_nested = hasattr(value, "__len__") and any(hasattr(x, "__len__") for x in value)
+    if not is_nested or isinstance(value, (str, bytes)):
+        return (_of_length(shard, name, value, change),) * n_groups
+    if len(value) > n_groups:
+        raise ArgumentError(
+            f"{name} has documents of {len(value)} groups of GPUs, but a device has {n_groups} "
+            f"that share a sequence (context_parallel={c} of {shard.context_parallel}); give one "
+            "list of documents a group"
+        )
+    return tuple(
+        _of_length(shard, f"{name}[{i}]", own if hasattr(own, "__len__") else [own], change)
+        for i, own in enumerate(value)
+    )
+
+
+def _of_length(shard: Shard, name: str, value: Any, change: Mapping[str, Any]) -> Shard:
+    """Return the changed shard of sequences of a length, or of packed documents."""
     if not hasattr(value, "__len__"):
-        return replace(shard, model=_with_length(shard, check_size(name, value)))
+        return replace(shard, model=_with_length(shard, check_size(name, value)), **change)
     if isinstance(value, (str, bytes)) or not len(value):
         raise ArgumentError(f"{name} must be tokens, or those of each document; got {value!r:.60}")
     if shard.microbatch_size > 1:
@@ -205,7 +269,7 @@ def _of_length(shard: Shard, name: str, value: Any) -> Shard:
         )
     documents = tuple(check_size(f"{name}[{k}]", tokens) for k, tokens in enumerate(value))
     model = _with_length(shard, sum(documents))
-    return replace(shard, model=model, documents=documents)
+    return replace(shard, model=model, documents=documents, **change)
 
 
 def _of_slices(shard: Shard, slices: Slices) -> list[Shard]:
@@ -242,13 +306,18 @@ def _with_length(shard: Shard, length: int) -> Any:
 
 
 def costs_of_shards(
-    costs: Costs, shards: Sequence[Shard], costs_of: Callable[[Shard], Costs]
+    costs: Costs, shards: Sequence[Groups], costs_of: Callable[[Shard], Costs]
 ) -> Costs:
-    """Return ``costs`` with the fields of one micro-batch from ``costs_of`` each of ``shards``."""
-    distinct = list(dict.fromkeys(shards))
-    parts = [costs_of(shard) for shard in distinct]
-    position = {shard: k for k, shard in enumerate(distinct)}
-    return joined_microbatches(costs, parts, np.array([position[shard] for shard in shards]))
+    """Return ``costs`` with the fields of one micro-batch from ``costs_of`` each of ``shards``.
+
+    A task of a device ends when its slowest group ends, and each field is the largest of all.
+    """
+    own = {shard: costs_of(shard) for shard in dict.fromkeys(chain.from_iterable(shards))}
+    sets = [frozenset(groups) for groups in shards]
+    distinct = {groups: k for k, groups in enumerate(dict.fromkeys(sets))}
+    parts = [most_costs(costs, [own[shard] for shard in groups]) for groups in distinct]
+    column = [distinct[groups] for groups in sets]
+    return joined_microbatches(costs, parts, np.array(column))
 
 
 class ShardCosts:
@@ -275,7 +344,7 @@ class ShardCosts:
         self._fixed: dict[str, Any] = {
             "launch": launch,
             "all_reduce": "ring" if gpu is None else "fastest",
-            "workload": shard_workload([shard], gpu, None, network),
+            "workload": shard_workload([(shard,)], gpu, None, network),
             "network": Network() if network is None else network,
             "memory_reserve": memory_reserve,
             "expert_replicas": shard.expert_replicas,
@@ -320,18 +389,18 @@ class ShardCosts:
 
 
 def shard_workload(
-    shards: Sequence[Shard],
+    shards: Sequence[Groups],
     gpu: GPU | None,
     settings: Mapping[str, Any] | None,
     network: Network | None,
 ) -> Workload:
     """Return tokens, FLOPs and GPUs of the costs that ``settings`` and ``network`` give.
 
-    Tokens and FLOPs are averages over the micro-batches, of which ``shards`` has one each.
+    Tokens and FLOPs are averages over the micro-batches, of which ``shards`` has the groups each.
     """
-    shard = shards[0]
-    tokens = [x.microbatch_size * x.model.sequence_length for x in shards]
-    flops = [x.step_flops for x in shards]
+    shard = shards[0][0]
+    tokens = [sum(x.microbatch_size * x.model.sequence_length for x in own) for own in shards]
+    flops = [sum(x.step_flops for x in own) for own in shards]
     has_collectives = gpu is not None and shard.n_gpus * shard.expert_parallel > 1
     return Workload(
         tokens=tokens[0] if len(shards) == 1 else sum(tokens) / len(tokens),

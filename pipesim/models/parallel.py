@@ -5,7 +5,7 @@ Letters are those of `pipesim.models.transformer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from inspect import Parameter, signature
@@ -222,15 +222,26 @@ class FixedSettings(TypedDict, total=False):
     precision: Precision
 
 
-class ParallelSettings(FixedSettings, total=False):
-    """All fields of `Parallel`, as keyword arguments; those below are the ones a plan searches."""
+class _SearchedSettings(FixedSettings, total=False):
+    """These, and fields of which a plan searches values, without ``context_parallel``."""
 
     microbatch_size: int
     tensor_parallel: int
     sequence_parallel: bool
     recompute: LayerRecompute
-    context_parallel: int
     expert_parallel: int
+
+
+class ParallelSettings(_SearchedSettings, total=False):
+    """All fields of `Parallel`, as keyword arguments."""
+
+    context_parallel: int
+
+
+class CostsSettings(_SearchedSettings, total=False):
+    """The same for costs, whose micro-batches may differ in ``context_parallel``."""
+
+    context_parallel: int | Sequence[int]
 
 
 #: Fields of `Parallel` of which a plan searches values.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pipesim.costs.layer_split import LayerPartition, Split, checked_split
 from pipesim.errors import ArgumentError
-from pipesim.models.model_sizes import OptionalSize, check_divides, check_size, mtp_matrix
+from pipesim.models.model_sizes import OptionalSize, Size, check_divides, check_size, mtp_matrix
 from pipesim.models.parallel import Parallel
 from pipesim.models.placed_split import stage_sizes
 from pipesim.models.precision import FORMATS
@@ -56,6 +56,10 @@ class Shard(Parallel):
     prefix
         Tokens of the sequence before these, whose keys and values were kept: these are then a
         slice of it.
+    context_groups
+        Groups of ``tensor_parallel * context_parallel`` GPUs in a device, each of which computes
+        sequences of its own at the same time. `Parallel` has one; more are those of a micro-batch
+        with a smaller ``context_parallel`` than others.
 
     Examples
     --------
@@ -70,6 +74,7 @@ class Shard(Parallel):
     model: Transformer
     documents: tuple[int, ...] = field(default=(), kw_only=True)
     prefix: OptionalSize = field(default=0, kw_only=True)
+    context_groups: Size = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", _checked_documents(self))
@@ -91,6 +96,16 @@ class Shard(Parallel):
                 f'other product of dense layers, and the model has {what}; give recompute="none" '
                 'or "full", or a framework with recompute_modules=["core_attn"]'
             )
+
+    @property
+    def n_gpus(self) -> int:
+        """GPUs of a device of the pipeline: tc in each of its ``context_groups``."""
+        return super().n_gpus * self.context_groups
+
+    @property
+    def n_copies(self) -> int:
+        """Copies in a device of parameters that are not of experts."""
+        return self.n_gpus // self.tensor_parallel
 
     @property
     def tokens(self) -> int:
@@ -493,10 +508,10 @@ def _check_context(shard: Shard) -> None:
         name = "sequence_length" + " / context_parallel" * (c > 1)
         check_divides("tensor_parallel", shard.tensor_parallel, name, length // c)
     for name in ("n_heads", "n_kv_heads") if splits_heads and c > 1 else ():
-        heads = getattr(shard.model, name)
-        if heads % shard.n_gpus:
+        heads, n_gpus = getattr(shard.model, name), shard.tensor_parallel * c
+        if heads % n_gpus:
             raise ArgumentError(
-                f'context_exchange="all_to_all" splits heads among the {shard.n_gpus} GPUs of a '
+                f'context_exchange="all_to_all" splits heads among the {n_gpus} GPUs of a '
                 f"device (tensor_parallel x context_parallel), which do not divide {name}={heads}; "
                 'give fewer, or context_exchange="ring"'
             )

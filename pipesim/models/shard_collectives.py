@@ -444,7 +444,7 @@ def copy_seconds(shard: Shard, sizes: Sequence[int], network: Network) -> dict[s
     in part: a reduce-scatter of gradients and an all-gather of parameters, or, if each steps all of
     them, an all-reduce of gradients.
     """
-    c, nodes = shard.context_parallel, network.nodes
+    c, nodes = shard.n_copies, network.nodes
     if c == 1 or nodes is None:
         return {}
     model, group = shard.model, group_of_gpus(nodes, c, shard.tensor_parallel)

@@ -211,10 +211,10 @@ def optimizer_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...
 
     Those that it has, unless ``context_shards_optimizer`` divides copies among GPUs.
     """
-    if shard.context_parallel == 1 or not shard.context_shards_optimizer:
+    if shard.n_copies == 1 or not shard.context_shards_optimizer:
         return stage_parameters(shard, sizes)
     dense, routed = dense_parameters(shard, sizes), routed_parameters(shard, sizes)
-    c, copies = shard.context_parallel, max(1.0, shard.expert_copies)
+    c, copies = shard.n_copies, max(1.0, shard.expert_copies)
     return tuple(a / c + b / copies for a, b in zip(dense, routed, strict=True))
 
 
@@ -242,7 +242,7 @@ def exchanged_gradients(shard: Shard) -> dict[str, Any]:
 
 def copied_bytes(shard: Shard, sizes: Sequence[int]) -> dict[str, Any]:
     """Return the fields of `pipesim.Costs` about copies of parameters; none if there are none."""
-    model, c, g = shard.model, shard.context_parallel, shard.expert_replicas
+    model, c, g = shard.model, shard.n_copies, shard.expert_replicas
     fields: dict[str, Any] = {}
     routed = routed_parameters(shard, sizes)
     if g > 1:

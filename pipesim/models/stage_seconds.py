@@ -149,7 +149,7 @@ class RateSeconds:
 
     @property
     def _rate(self) -> float:
-        return self.shard.n_gpus * self.flops_per_second
+        return self.shard.n_gpus / self.shard.context_groups * self.flops_per_second
 
 
 def stage_seconds(
@@ -174,7 +174,7 @@ def stage_seconds(
     network = Network() if network is None else check_type("network", network, Network)
     if network.nodes is not None:
         _check_gpus(network.nodes.gpus_per_device, shard)
-    elif n_gpus > 1:
+    elif n_gpus > 1 and shard.context_groups == 1:  # others are warned of with the whole device
         warn_caller(
             f"{_sizes_text(shard)}, but the network has no nodes: collectives between the {n_gpus} "
             "GPUs of a device take no time; give such as "

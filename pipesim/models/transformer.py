@@ -43,6 +43,7 @@ from pipesim.models.model_sizes import (
 )
 from pipesim.models.parallel import (
     RECOMPUTE,
+    CostsSettings,
     LayerRecompute,
     Parallel,
     ParallelSettings,
@@ -533,7 +534,7 @@ class Transformer:
         shard = self.shard(as_parallel(Transformer.kernels, parallel, settings))
         return kernel_table(shard, gpu)
 
-    @takes_settings(ParallelSettings, microbatch_size=Parameter.empty)
+    @takes_settings(CostsSettings, microbatch_size=Parameter.empty)
     def costs(
         self,
         layers_per_stage: Split,
@@ -549,7 +550,7 @@ class Transformer:
         optimizer_step: PerStage | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
-        **settings: Unpack[ParallelSettings],
+        **settings: Unpack[CostsSettings],
     ) -> Costs:
         """Return the costs of stages; the first has the embedding, the last the LM head.
 
@@ -580,8 +581,9 @@ class Transformer:
             Micro-batches of other lengths: for each, the tokens of its ``microbatch_size``
             sequences, padded to it (``[512, 2048, ...]``), or a list of the tokens of each document
             packed into one sequence (``[[512, 1536], [2048], ...]``). Tokens attend to their own
-            document; only ``flash_attention`` leaves out the other scores. Values of replicas with
-            other micro-batches follow those of replica 0. The model's own length counts for
+            document; only ``flash_attention`` leaves out the other scores. If replicas have
+            other micro-batches, give those of all replicas, of replica 0 first: each then has
+            seconds and bytes of its own. The model's own length counts for
             parameters and the split of layers. None: all have the model's length.
         slices
             Slices of each sequence, for schedules such as ``"seq1f1b"``: their number, or the
@@ -611,6 +613,15 @@ class Transformer:
             Fields of `Parallel` that are other than those of ``parallel``; without it,
             ``microbatch_size`` must be among them. If experts are spread over several replicas,
             lower the graph with ``n_replicas`` that are a multiple of ``costs.expert_replicas``.
+
+            ``context_parallel`` may be a list of one size a micro-batch, as with dynamic (hybrid)
+            context parallelism of Megatron-LM. A device has the GPUs of the largest size, c. Of
+            micro-batch k with size d, d groups of ``tensor_parallel`` GPUs share a sequence, and
+            c/d sequences are computed at the same time. Each of them is as long as ``lengths[k]``
+            says, or ``lengths[k]`` has a list of documents for each: ``lengths=[8192, [[2048],
+            [1024, 1024]]], context_parallel=[2, 1]``. Fewer lists leave GPUs idle. Seconds and
+            bytes are those of the group with the most. Parameters, their reduction and the
+            optimizer are those of c.
 
         Returns
         -------
@@ -645,8 +656,11 @@ class Transformer:
         >>> timeline.memory.fits, 0 < timeline.mfu() < 1
         (True, True)
         """
-        from pipesim.models.model_costs import model_costs
+        from pipesim.models.model_costs import context_sizes, model_costs
 
+        context = context_sizes(settings)
+        if context:
+            settings["context_parallel"] = max(context)
         shard = self.shard(as_parallel(Transformer.costs, parallel, settings))
         return model_costs(
             shard,
@@ -661,6 +675,7 @@ class Transformer:
             network=network,
             lengths=lengths,
             slices=slices,
+            context=context,
         )
 
     def _tokens(self, microbatch_size: int) -> int:

@@ -189,7 +189,11 @@ _REFUSED: Mapping[str, str] = {
     "--cpu-offloading": "weights or activations of some layers in host memory",
     "--cpu-offloading-num-layers": "weights or activations of some layers in host memory",
     "--use-torch-fsdp2": "FSDP of torch",
-    "--hybrid-context-parallel": "context parallelism of several sizes",
+    **dict.fromkeys(
+        ("--hybrid-context-parallel", "--dynamic-context-parallel"),
+        "context parallelism of a size for each micro-batch (context_parallel=[...] and "
+        "lengths=[...] of Transformer.costs)",
+    ),
     "--tensor-parallel-num-weight-shards": "weights in more parts than tensor parallelism",
     "--model-parallel-size": "a size of no kind",
     "--yaml-cfg": "settings of a file, which take the place of all flags",

@@ -95,7 +95,7 @@ class PlanProblem:
         slices = microbatch_shards(whole, None, choice.n_slices)
         if not slices:
             return costs
-        parts = {own: ShardCosts(own, gpu, None, network) for own in slices}
+        parts = {own: ShardCosts(own, gpu, None, network) for (own,) in slices}
         return lambda sizes: costs_of_shards(costs(sizes), slices, lambda own: parts[own](sizes))
 
     def _costs_on(self, choice: PlanChoice, kind: int) -> Costs:

@@ -25,6 +25,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.list_scheduling.limits import activation_limits
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import fitted_preset, gpu_table, has_gpu_table
+from pipesim.models.model_costs import context_sizes
 from pipesim.models.parallel import RECOMPUTE
 from pipesim.models.placed_split import is_word
 from pipesim.models.transformer import Transformer
@@ -139,9 +140,13 @@ def make_model(settings: Mapping[str, Any]) -> Transformer:
 
 
 def device_size(settings: Mapping[str, Any]) -> int:
-    """Return the GPUs of a device: ``tensor_parallel * context_parallel`` of settings."""
-    names = ("tensor_parallel", "context_parallel")
-    return prod(check_count(name, settings.get(name, 1)) for name in names)
+    """Return the GPUs of a device: ``tensor_parallel * context_parallel`` of settings.
+
+    Of several ``context_parallel``, one a micro-batch, it is the largest.
+    """
+    sizes = {name: settings.get(name, 1) for name in ("tensor_parallel", "context_parallel")}
+    sizes["context_parallel"] = max(context_sizes(sizes) or [sizes["context_parallel"]])
+    return prod(map(check_count, sizes, sizes.values()))
 
 
 def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:

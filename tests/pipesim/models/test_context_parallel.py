@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pipesim as ps
+from pipesim.costs.rows import STAGE_ROWS
 from pipesim.errors import ArgumentError, CostsWarning, NetworkError
 
 GPU = ps.GPU(flops=1e12, bandwidth=1e11, memory=80e9)
@@ -16,13 +19,14 @@ LLAMA = ps.Transformer.preset("llama3_8b", n_layers=4, bytes_per_gradient=4)
 NODE = ps.Network(nodes=ps.Nodes(8, 1e-6, 1e9, 5e-6, 1e8))
 RUN: dict[str, Any] = {"microbatch_size": 1, "gpu": GPU, "flash_attention": True}
 EXCHANGES = ("ring", "all_gather", "all_to_all")
+VARYING = [name for name, row in STAGE_ROWS.items() if row.varies]
 
 
 def costs(c: int, **options: Any) -> ps.Costs:
     """Return costs of two stages on groups of ``c`` GPUs."""
     t = options.get("tensor_parallel", 1)
-    settings: dict[str, Any] = {"network": NODE.grouped(c * t), **RUN, **options}
-    return LLAMA.costs([2, 2], context_parallel=c, **settings)
+    settings: dict[str, Any] = {"network": NODE.grouped(c * t), "context_parallel": c, **RUN}
+    return LLAMA.costs([2, 2], **{**settings, **options})
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -156,11 +160,68 @@ def test_tensor_and_context_parallel_groups() -> None:
     assert own.output_bytes[0] == alone.output_bytes[0] / 2
 
 
+#: For each micro-batch, ``context_parallel`` and tokens of a sequence.
+SIZES = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1024, 8192]))
+
+
+@given(
+    st.lists(SIZES, min_size=4, max_size=4).map(lambda sizes: [(4, 8192), *sizes[1:]]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(EXCHANGES),
+)
+def test_micro_batches_cost_what_runs_of_their_sizes_cost(
+    sizes: list[tuple[int, int]], n_replicas: int, exchange: Any
+) -> None:
+    """Seconds and bytes of each, in both engines; all else is that of the largest."""
+    sizes = sizes[:1] * (4 * n_replicas - len(sizes)) + sizes
+    context, lengths = zip(*sizes, strict=True)
+    own = costs(4, context_parallel=context, lengths=lengths, context_exchange=exchange)
+    for k, (c, length) in enumerate(sizes):
+        run = costs(c, lengths=[length], context_exchange=exchange)
+        for name in VARYING:
+            assert getattr(own.microbatch(k), name) == getattr(run, name), name
+    whole = costs(4, context_exchange=exchange)
+    others = {name: getattr(whole, name) for name in (*VARYING, "workload")}
+    assert replace(own.averaged(), **others) == whole
+    assert own.work is not None
+    assert own.work.tokens == sum(4 // c * length for c, length in sizes) / len(sizes)
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=n_replicas)
+    timeline, other = (ps.simulate(graph, own, engine=e) for e in ("compiled", "simpy"))
+    assert timeline.start.tolist() == other.start.tolist()
+    assert (timeline.why.idle_by_cause().sum(axis=1) == timeline.idle).all()
+
+
+def test_a_hand_drawn_step_of_two_sizes() -> None:
+    """One sequence of 8192 on four GPUs, then four of 2048, one a GPU, of which one is idle.
+
+    Linear maps of all micro-batches take equal seconds, and scores of the second are 1/4 of those
+    of the first: (L/4)^2 on one GPU are a quarter of L^2/4.
+    """
+    rate: dict[str, Any] = {"microbatch_size": 1, "flops_per_second": 1e12}
+    idle = [[2048], [1024, 1024], [512] * 4]
+    own = LLAMA.costs([2, 2], lengths=[8192, idle], context_parallel=[4, 1], **rate)
+    long, short = own.forward[0]
+    core = 2 * LLAMA.core_flops() / 4 / 1e12
+    assert long - short == pytest.approx(core * 3 / 4)
+    assert own.work is not None
+    assert own.work.tokens == (8192 + 3 * 2048) / 2
+    first, *others = (LLAMA.costs([2, 2], lengths=[x], **rate).work for x in (8192, *idle))
+    assert own.work.flops == pytest.approx(sum(x.flops for x in (first, *others) if x) / 2)
+    timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), own)
+    both = sum(np.array(own.forward[1]) + own.backward[1])
+    assert timeline.makespan == pytest.approx(long + both + own.backward[0][0]), "B1 before B0"
+    sliced = LLAMA.costs([2, 2], context_parallel=[4, 1], slices=2, **rate)
+    alone = LLAMA.costs([2, 2], context_parallel=4, slices=2, **rate)
+    assert sliced.forward[0][:2] == alone.forward[0]
+
+
 def test_settings_build_the_same_costs_again() -> None:
     """`rebuilt` keeps context parallelism, and may change it."""
     own = costs(4, context_exchange="all_to_all")
     assert ps.Costs.from_dict(own.to_dict()).rebuilt() == own
     assert own.rebuilt(context_exchange="ring") == costs(4)
+    several = costs(4, context_parallel=[1, 4], lengths=[[[512, 512], [1024]], 4096])
+    assert ps.Costs.from_dict(several.to_dict()).rebuilt() == several
 
 
 def test_networks_must_group_all_gpus_of_a_device() -> None:
@@ -180,6 +241,14 @@ def test_networks_must_group_all_gpus_of_a_device() -> None:
         ({"context_parallel": 16, "context_exchange": "all_to_all"}, "do not divide n_kv_heads=8"),
         ({"context_exchange": "tree"}, "unknown context_exchange 'tree'"),
         ({"context_balance": 1}, "context_balance must be"),
+        ({"context_parallel": []}, "context_parallel is empty; give a number, or a list"),
+        ({"context_parallel": [4, 3]}, r"context_parallel\[1\]=3 does not divide their maximum=4"),
+        ({"context_parallel": [4, 0]}, r"context_parallel\[1\] must be at least 1, got 0"),
+        ({"context_parallel": [2, 1], "lengths": [512]}, "context_parallel has 2 values, but len"),
+        (
+            {"context_parallel": [2, 1], "lengths": [[[8], [8]], 8]},
+            r"lengths\[0\] has documents of 2 groups of GPUs, but a device has 1 that share a seq",
+        ),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], text: str) -> None:

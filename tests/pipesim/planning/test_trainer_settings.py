@@ -321,6 +321,7 @@ def test_sharding_of_megatron(flags: str, sharing: tuple[str, bool]) -> None:
         (f"{LEAST} --num-layers 8 --recompute-granularity full --recompute-method block "
          "--recompute-num-layers 4", "recomputes some layers"),
         (f"{LEAST} --mtp-num-layers 1", "--mtp-num-layers is not understood: it makes layers of"),
+        (f"{LEAST} --dynamic-context-parallel", "it makes context parallelism of a size for each"),
         (f"{LEAST} --overlap-moe-expert-parallel-comm", "not understood: it makes F and B of two"),
         (f"{LEAST} --yaml-cfg run.yaml", "it makes settings of a file, which take the place of"),
         (f"{LEAST} --rampup-batch-size 16 16 5859375", "it makes steps with other batches"),
