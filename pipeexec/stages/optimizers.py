@@ -82,7 +82,8 @@ def _make_optimizer(
 
 def _check_needs_no_closure(optimizer: torch.optim.Optimizer, stage: int) -> None:
     """Raise `ArgumentError` for an optimizer such as LBFGS, whose steps call the whole model."""
-    for parameter in _parameters(optimizer.step):
+    # That of the class: a torch scheduler replaces the method of the object by a plain function.
+    for parameter in _parameters(type(optimizer).step)[1:]:
         needs_value = parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,

@@ -209,6 +209,31 @@ def test_weights_are_those_that_the_schedule_says(
         assert subject.step(inputs, targets).loss < result.loss
 
 
+def test_double_buffered_updates_are_one_step_late() -> None:
+    """W(t+1) = W(t) - lr * gradient(W(t-1)), to the last bit; the first of a call has no delay."""
+    model, n_batches, steps = dense(2), 5, 2
+    whole = copy.deepcopy(model)
+    batches = [data(4, seed=k) for k in range(steps * n_batches)]
+    with one_thread():
+        optimizer, previous = sgd(whole.parameters()), whole
+        for number, (inputs, targets) in enumerate(batches):
+            current = copy.deepcopy(whole)
+            late = previous if number % n_batches else current
+            for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+                (mse(late(x), y) / 2).backward()
+            for p, q in zip(whole.parameters(), late.parameters(), strict=True):
+                p.grad, q.grad = q.grad, None
+            optimizer.step()
+            previous = current
+    graph = ps.lower(ps.schedule("pipedream_2bw", 2, 2 * n_batches, n_batches=n_batches))
+    with pipeline(cut(model, [1, 1]), graph, mse, sgd) as subject:
+        for first in range(0, len(batches), n_batches):
+            parts = zip(*batches[first : first + n_batches], strict=True)
+            subject.step(*(torch.cat(part) for part in parts))
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_versions_are_let_go() -> None:
     """No more are kept than the newest and those in flight; two where they are double-buffered."""
     layer = nn.Linear(2, 2)

@@ -234,6 +234,23 @@ def test_optimizers_step_as_on_the_unsplit_model(kind: str) -> None:
     assert_same_parameters(model, whole)
 
 
+def test_a_factory_may_attach_a_scheduler() -> None:
+    """Torch's schedulers wrap the method ``step`` of their optimizer."""
+
+    def factory(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = AdamW(parameters, lr=0.02)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    model = dense(2)
+    whole = copy.deepcopy(model)
+    expected = trained_whole(whole, factory(whole.parameters()))
+    with pipeline(cut(model, [1, 1]), lowered("1f1b", 2, 3), mse, factory) as subject:
+        assert trained(subject) == pytest.approx(expected, rel=1e-4)
+    assert_same_parameters(model, whole)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"stage 0 \(LBFGS\) needs a closure in step\(\)"):
         pipeline(cut(dense(2), [1, 1]), lowered("gpipe", 2, 2), mse, torch.optim.LBFGS)
