@@ -213,7 +213,6 @@ class FixedSettings(TypedDict, total=False):
     context_exchange: ContextExchange
     context_balance: bool
     context_shards_optimizer: bool
-    expert_tensor_parallel: int
     routing: Routing | Mapping[str, Any] | None
     expert_exchange: ExpertExchange
     dispatch_element_bytes: float
@@ -230,6 +229,7 @@ class _SearchedSettings(FixedSettings, total=False):
     sequence_parallel: bool
     recompute: LayerRecompute
     expert_parallel: int
+    expert_tensor_parallel: int
 
 
 class ParallelSettings(_SearchedSettings, total=False):

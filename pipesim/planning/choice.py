@@ -33,6 +33,8 @@ class PlanChoice:
     ----------
     tensor_parallel, pipeline_parallel, data_parallel, context_parallel, expert_parallel
         Numbers of GPUs, devices and replicas, as in `pipesim.plan`.
+    expert_tensor_parallel
+        GPUs that share each expert; 0 for ``tensor_parallel``.
     microbatch_size
         Sequences of a micro-batch.
     n_microbatches
@@ -76,6 +78,7 @@ class PlanChoice:
     ordered_for_costs: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int = 0
     shard_parameters: ShardParameters = "none"
     offload: str = "none"
     n_slices: int = 1
@@ -207,11 +210,12 @@ def layer_by_layer(choice: PlanChoice) -> PlanChoice:
 
 
 def sizes_text(choice: PlanChoice) -> str:
-    """Return the sizes of parallelism, such as "tp8 pp4 dp2"; cp and ep only above 1."""
+    """Return the sizes of parallelism, such as "tp8 pp4 dp2"; cp, ep and etp if they are used."""
     context, experts = choice.context_parallel, choice.expert_parallel
     parts = [f"tp{choice.tensor_parallel}", f"cp{context}" * (context > 1)]
     parts += [f"pp{choice.pipeline_parallel}", f"dp{choice.data_parallel}"]
     parts += [f"ep{experts}" * (experts > 1)]
+    parts += [f"etp{choice.expert_tensor_parallel}" * (choice.expert_tensor_parallel > 0)]
     return " ".join(part for part in parts if part)
 
 

@@ -243,10 +243,11 @@ def _kernels(choice: PlanChoice) -> str:
 
 
 def _layer_share(choice: PlanChoice) -> str:
-    """Return the numbers of GPUs that share a layer, a sequence and the experts of a layer."""
+    """Return the numbers of GPUs that share a layer, a sequence, all experts and one of them."""
     parts = [f"{_count(choice.tensor_parallel, 'GPU')} a layer"]
     parts += [f"{choice.context_parallel} a sequence"] * (choice.context_parallel > 1)
     parts += [f"{choice.expert_parallel} for the experts"] * (choice.expert_parallel > 1)
+    parts += [f"{choice.expert_tensor_parallel} an expert"] * (choice.expert_tensor_parallel > 0)
     return ", ".join(parts)
 
 

@@ -36,8 +36,6 @@ class TrainerSettings:
         Order of the devices of replicas, as in `pipesim.lower`.
     grad_sync, gather_parameters
         When replicas reduce gradients and gather parameters, as in `pipesim.lower`.
-    expert_tensor_parallel
-        GPUs that share each expert.
     framework
         What the framework does besides, as its flags or settings say.
     flash_attention
@@ -72,7 +70,6 @@ class TrainerSettings:
     layout: Layout = "stage_major"
     grad_sync: GradSyncs = "last"
     gather_parameters: GatherParameters = "after_step"
-    expert_tensor_parallel: int = 1
     framework: Framework = BEST_CASE
     flash_attention: bool = True
     precision: Precision = "bf16"
@@ -123,7 +120,7 @@ class TrainerSettings:
     def cost_options(self) -> dict[str, Any]:
         """Arguments of `pipesim.Transformer.costs` that the settings give, with the layers."""
         choice = self.choice
-        options = {
+        return {
             "layers_per_stage": choice.layers_per_stage,
             "slices": choice.n_slices,
             "framework": self.framework,
@@ -131,9 +128,6 @@ class TrainerSettings:
             "precision": self.precision,
             **choice.shard_options,
         }
-        if choice.expert_parallel > 1:
-            options["expert_tensor_parallel"] = self.expert_tensor_parallel
-        return options
 
     @cached_property
     def graph(self) -> TaskGraph:

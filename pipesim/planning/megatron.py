@@ -82,6 +82,8 @@ def megatron_flags(
         flags += ["--context-parallel-size", str(choice.context_parallel)]
     if choice.expert_parallel > 1:
         flags += ["--expert-model-parallel-size", str(choice.expert_parallel)]
+    if choice.expert_tensor_parallel:
+        flags += ["--expert-tensor-parallel-size", str(choice.expert_tensor_parallel)]
     sizes = choice.layers_per_stage
     if choice.is_layer_by_layer:
         pass  # Megatron-FSDP gathers layer by layer
@@ -281,6 +283,7 @@ def read_megatron(
     if n_chunks > 1:
         _check_interleaving(read, p, count)
     shard_parameters, shard_optimizer = _sharding(read, replicas)
+    parts = read.count("--expert-tensor-parallel-size") or t
     choice = PlanChoice(
         tensor_parallel=t,
         pipeline_parallel=p,
@@ -295,6 +298,7 @@ def read_megatron(
         layers_per_stage=sizes,
         context_parallel=c,
         expert_parallel=x,
+        expert_tensor_parallel=parts if parts != t and (x > 1 or "--num-experts" in read) else 0,
         shard_parameters=shard_parameters,
         offload=_offload(read),
     )
@@ -307,7 +311,6 @@ def read_megatron(
         layout=LAYOUT_OF_RANKS[framework.rank_order],
         grad_sync=grad_sync,
         gather_parameters=gather_parameters,
-        expert_tensor_parallel=read.count("--expert-tensor-parallel-size") or t,
         framework=framework,
         flash_attention=_fuses_attention(read),
         precision=_precision(read),

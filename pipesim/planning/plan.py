@@ -64,6 +64,7 @@ def plan(
     sequence_parallel: bool | Sequence[bool] | None = None,
     context_parallel: int | Sequence[int] | None = None,
     expert_parallel: int | Sequence[int] | None = None,
+    expert_tensor_parallel: int | Sequence[int] | None = None,
     shard_parameters: ShardParameters | Sequence[ShardParameters] | None = None,
     offload: str | float | Sequence[str | float] | None = None,
     n_slices: int | Sequence[int] | None = None,
@@ -127,6 +128,10 @@ def plan(
         GPUs among which the experts of a layer are divided, those of several replicas. By default
         divisors of the number of experts whose groups fill whole replicas; 1 without experts. If
         the schedule pairs F and B (DualPipeV), exchanges of tokens run behind the other half.
+    expert_tensor_parallel
+        GPUs that share each expert, 0 for ``tensor_parallel``. By default that, and 1 where
+        the sequence is split too (parallel folding, arXiv 2504.14960): groups of whole experts
+        then spread over the GPUs of tensor parallelism.
     shard_parameters
         Whether and how long replicas share parameters (FSDP, ZeRO-3), as in `pipesim.lower`; by
         default ``"none"``. Configurations with shared parameters have ``shard_optimizer=False``:
@@ -210,8 +215,8 @@ def plan(
         data_parallel=data_parallel, microbatch_size=microbatch_size, schedules=schedules,
         n_chunks=n_chunks, recompute=recompute, shard_optimizer=shard_optimizer,
         sequence_parallel=sequence_parallel, context_parallel=context_parallel,
-        expert_parallel=expert_parallel, shard_parameters=shard_parameters, offload=offload,
-        n_slices=n_slices,
+        expert_parallel=expert_parallel, expert_tensor_parallel=expert_tensor_parallel,
+        shard_parameters=shard_parameters, offload=offload, n_slices=n_slices,
     )  # fmt: skip
     problem = replace(problem, measured_size=space.measured_size(problem))
     filters = checked_filters(where)

@@ -19,8 +19,9 @@ _MOST_TASKS = 500_000
 #: A reason, and the settings that it is about.
 _Reason = tuple[str, tuple[str, ...]]
 _NONE: _Reason = ("", ())
-#: Settings that must divide the sizes of a model.
-_SHARD = ("tensor_parallel", "context_parallel", "expert_parallel", "sequence_parallel", "n_slices")
+#: Settings that divide experts, and all that must divide the sizes of a model.
+_EXPERTS = ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
+_SHARD = (*_EXPERTS, "sequence_parallel", "n_slices")
 
 
 def setting_reason(problem: PlanProblem, choice: PlanChoice) -> str:
@@ -104,7 +105,7 @@ class FeatureReasons:
             (choice.shards_parameters, self._sharding),
             (choice.offload != "none", self._offload),
             (choice.n_slices > 1, self._slices),
-            (choice.expert_parallel > 1, self._experts),
+            (choice.expert_parallel > 1 or choice.expert_tensor_parallel > 0, self._experts),
             (choice.context_parallel * choice.expert_parallel * choice.n_slices > 1, self._shard),
         )
         return next((reason for used, test in tests if used and (reason := test(choice))[0]), _NONE)
@@ -145,10 +146,10 @@ class FeatureReasons:
         return _NONE
 
     def _experts(self, choice: PlanChoice) -> _Reason:
-        names = ("tensor_parallel", "context_parallel", "expert_parallel")
         if isinstance(self.problem.model, Layers):
+            name = _EXPERTS[2 if choice.expert_parallel > 1 else 3]
             text = "measured layers do not say which parameters are of experts"
-            return f"expert_parallel={choice.expert_parallel}: {text}", ("expert_parallel",)
+            return f"{name}={getattr(choice, name)}: {text}", (name,)
         if (reason := self._shard(choice))[0]:
             return reason
         n = self._expert_replicas(choice)
@@ -157,7 +158,7 @@ class FeatureReasons:
                 f"expert_parallel={choice.expert_parallel}: the experts of a layer are on {n} "
                 f"replicas, which do not divide data_parallel={choice.data_parallel}"
             )
-            return text, (*names, "data_parallel")
+            return text, (*_EXPERTS, "data_parallel")
         return _NONE
 
     def _shard(self, choice: PlanChoice) -> _Reason:
@@ -172,7 +173,7 @@ class FeatureReasons:
             return str(error)
         return ""
 
-    @kept("tensor_parallel", "context_parallel", "expert_parallel")
+    @kept(*_SHARD)
     def _expert_replicas(self, choice: PlanChoice) -> int:
         return self.problem.expert_replicas(choice)
 
@@ -202,13 +203,25 @@ def depths(problem: PlanProblem, n_devices: int) -> list[int]:
     return [pp for pp in _divisors(n_devices) if pp <= most]
 
 
-def expert_sizes(problem: PlanProblem, cp: int, dp: int) -> list[int]:
+def has_experts(problem: PlanProblem) -> bool:
+    """Return whether the model is a transformer with experts."""
+    return isinstance(problem.model, Transformer) and problem.model.n_experts > 0
+
+
+def expert_tensor_sizes(problem: PlanProblem, choice: PlanChoice) -> list[int]:
+    """Return the numbers of GPUs that share an expert: all of tensor parallelism (0), or 1."""
+    folds = has_experts(problem) and choice.tensor_parallel > 1 and choice.sequence_parallel
+    return [0, 1] if folds else [0]
+
+
+def expert_sizes(problem: PlanProblem, choice: PlanChoice, parts: int) -> list[int]:
     """Return the divisors of the number of experts whose groups fill whole replicas."""
-    model = problem.model
+    model, n, dp = problem.model, choice.gpus_per_device, choice.data_parallel
     if not isinstance(model, Transformer) or not model.n_experts:
         return [1]
-    sizes = _divisors(model.n_experts)
-    return [ep for ep in sizes if cp % ep == 0 or (ep % cp == 0 and dp % (ep // cp) == 0)]
+    tensor = parts or choice.tensor_parallel
+    sizes = [(ep, ep * tensor) for ep in _divisors(model.n_experts)]
+    return [ep for ep, x in sizes if n % x == 0 or (x % n == 0 and dp % (x // n) == 0)]
 
 
 def sequence_counts(problem: PlanProblem, n: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -57,6 +58,7 @@ class SearchSpace:
     sequence_parallel: tuple[bool, ...] | None = None
     context_parallel: tuple[int, ...] | None = None
     expert_parallel: tuple[int, ...] | None = None
+    expert_tensor_parallel: tuple[int, ...] | None = None
     shard_parameters: tuple[ShardParameters, ...] | None = None
     offload: tuple[str, ...] | None = None
     n_slices: tuple[int, ...] | None = None
@@ -68,6 +70,7 @@ class SearchSpace:
             "schedules": _schedule, "recompute": lambda _, x: check_name("recompute", x, RECOMPUTE),
             "shard_optimizer": check_flag, "sequence_parallel": check_flag,
             "shard_parameters": lambda _, x: checked_shard_parameters(x), "offload": _offload,
+            "expert_tensor_parallel": partial(check_count, minimum=0),
         }  # fmt: skip
         return cls(
             **{
@@ -258,25 +261,36 @@ class Listing:
             and tp > 1
             and (space.sequence_parallel is not None or model.sequence_length % tp == 0)
         )
-        sizes = space.expert_parallel or possible_settings.expert_sizes(
-            self.problem, base.context_parallel, dp
-        )
         values = itertools.product(
             space.recompute or possible_settings.recomputes(self.problem),
             self._flags("shard_optimizer", dp > 1),
             self._flags("sequence_parallel", splits_sequence),
-            sizes,
             modes,
             space.offload or ("none",),
         )
         sharded_alone = space.shard_optimizer is None or False in space.shard_optimizer
-        for recompute, shard, sequence, experts, parameters, offload in values:
+        for recompute, shard, sequence, parameters, offload in values:
             if shard and parameters != "none" and sharded_alone:
                 continue  # listed with shard_optimizer=False
-            yield with_settings(
+            choice = with_settings(
                 base, recompute=recompute, shard_optimizer=shard, sequence_parallel=sequence,
-                expert_parallel=experts, shard_parameters=parameters, offload=offload,
+                shard_parameters=parameters, offload=offload,
             )  # fmt: skip
+            for parts, experts in self._expert_sizes(choice):
+                yield with_settings(choice, expert_parallel=experts, expert_tensor_parallel=parts)
+
+    def _expert_sizes(self, choice: PlanChoice) -> Iterator[tuple[int, int]]:
+        """Yield GPUs that share an expert, and GPUs that divide the experts of a layer."""
+        space, problem = self.space, self.problem
+        for parts in space.expert_tensor_parallel or possible_settings.expert_tensor_sizes(
+            problem, choice
+        ):
+            if parts == choice.tensor_parallel and possible_settings.has_experts(problem):
+                parts = 0  # the default in other words
+            for experts in space.expert_parallel or possible_settings.expert_sizes(
+                problem, choice, parts
+            ):
+                yield parts, experts
 
     def _rule_out(self, reason: str, **settings: int) -> None:
         self.invalid.append(invalid(partial_choice(**settings), reason))
@@ -365,7 +379,8 @@ _DEFAULTS: Mapping[str, Any] = {
     **{field.name: field.default for field in fields(PlanChoice)},
     **dict.fromkeys(("data_parallel", "n_chunks", "n_microbatches", "layers_per_stage")),
 }
-_COUNTS = tuple(field.name for field in fields(PlanChoice) if field.type == "int")
+#: Least value of each count: 1, or the default of one that may be 0.
+_COUNTS = {x.name: min(1, vars(PlanChoice)[x.name]) for x in fields(PlanChoice) if x.type == "int"}
 
 
 def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoice:
@@ -425,8 +440,8 @@ def _with_layers(problem: PlanProblem, choice: PlanChoice, layers: object) -> Pl
 def checked_choice(problem: PlanProblem, choice: PlanChoice) -> PlanChoice:
     """Return a configuration without settings that do not apply, such as sharing by one replica."""
     settings = {name: getattr(choice, name) for name in SETTINGS}
-    for name in _COUNTS:
-        check_count(name, settings[name])
+    for name, least in _COUNTS.items():
+        check_count(name, settings[name], least)
     batch = choice.data_parallel * choice.n_microbatches * choice.microbatch_size
     if batch != problem.global_batch:
         raise ArgumentError(

@@ -100,7 +100,8 @@ def torchtitan_toml(
         parallelism["context_parallel_rotate_method"] = "alltoall"
     if choice.expert_parallel > 1:
         parallelism["expert_parallel_degree"] = choice.expert_parallel
-        parallelism["expert_tensor_parallel_degree"] = choice.tensor_parallel
+        parts = choice.expert_tensor_parallel or choice.tensor_parallel
+        parallelism["expert_tensor_parallel_degree"] = parts
     if shards > 1:
         always = choice.shard_parameters == "every"
         parallelism["fsdp_reshard_after_forward"] = "always" if always else "never"
@@ -251,14 +252,21 @@ def _check_sharing(choice: PlanChoice, model: Transformer | Layers) -> None:
             f"shard_parameters={choice.shard_parameters}; plan with "
             'shard_parameters="every" or "step"'
         )
-    if x > 1 and (x % c or (x > c and choice.optimizer_shares == 1)):
+    t, etp = choice.tensor_parallel, choice.expert_tensor_parallel
+    if etp > 1 or (etp and x == 1):
         raise ArgumentError(
-            "torchtitan divides experts among the GPUs of context parallelism and among replicas "
-            f"that share parameters; got expert_parallel={x}, context_parallel={c} and "
-            f"shard_optimizer={choice.shard_optimizer}; plan with expert_parallel a multiple of "
-            "context_parallel, and shard_optimizer=True"
+            f"torchtitan has whole experts only where they are divided; got expert_tensor_parallel="
+            f"{etp} and expert_parallel={x}; plan with expert_tensor_parallel=0"
         )
-    parts = 2 * choice.tensor_parallel * c
+    own, words = (t * c, "tensor_parallel x context_parallel") if etp else (c, "context_parallel")
+    if x > 1 and (x % own or (x > own and choice.optimizer_shares == 1)):
+        raise ArgumentError(
+            "torchtitan divides experts among the GPUs of a device and among replicas that share "
+            f"parameters; got expert_parallel={x}, {words}={own} and shard_optimizer="
+            f"{choice.shard_optimizer}; plan with expert_parallel a multiple of {words}, and "
+            "shard_optimizer=True"
+        )
+    parts = 2 * t * c
     if isinstance(model, Transformer) and c > 1 and model.sequence_length % parts:
         raise ArgumentError(
             f"torchtitan splits a sequence into 2 x tensor_parallel x context_parallel = {parts} "
@@ -347,6 +355,7 @@ def read_torchtitan(
         check_chunks(tables, schedule, n_chunks)
     elif not n_chunks:
         n_chunks = 1
+    parts = tables.count("parallelism", "expert_tensor_parallel_degree", 1)
     choice = PlanChoice(
         tensor_parallel=t,
         pipeline_parallel=p,
@@ -361,6 +370,7 @@ def read_torchtitan(
         layers_per_stage=sizes,
         context_parallel=c,
         expert_parallel=x,
+        expert_tensor_parallel=parts if x > 1 and parts != t else 0,
         shard_parameters=shard_parameters,
     )
     accumulates = choice.shards_parameters and p == 1
@@ -368,7 +378,6 @@ def read_torchtitan(
         layer_by_layer(choice),
         batch,
         grad_sync="every" if accumulates else "last",
-        expert_tensor_parallel=tables.count("parallelism", "expert_tensor_parallel_degree", 1),
         framework=_framework(tables),
         precision=_precision(tables),
         schedule_csv=csv,

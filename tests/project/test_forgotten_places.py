@@ -260,7 +260,7 @@ CLUSTER = ps.Cluster(
 NO_FLAG = {"routing"}
 #: Fields of `Parallel` that `TrainerSettings.cost_options` lacks: flags of Megatron-LM and settings
 #: of torchtitan that give them do not change the pipeline, and are among those ignored.
-READ = {*SEARCHED, "expert_tensor_parallel", "flash_attention", "framework", "precision"}
+READ = {*SEARCHED, "flash_attention", "framework", "precision"}
 NOT_READ = set(PARALLEL) - READ
 
 
@@ -305,7 +305,9 @@ def test_plans_know_each_setting_of_parallel(name: str) -> None:
     def planned(**settings: Any) -> list[float]:
         usual = dict.fromkeys(("tensor_parallel", "microbatch_size", "expert_parallel"), 1)
         flags = dict.fromkeys(("flash_attention", "sequence_parallel"), False)
-        options = {**usual, **flags, "recompute": "none", **settings}
+        options = {
+            **usual, **flags, "recompute": "none", "expert_tensor_parallel": 0, **settings
+        }  # fmt: skip
         plan = ps.plan(
             EXPERTS, CLUSTER, global_batch=16, pipeline_parallel=1, schedules="1f1b",
             progress=False, **options,

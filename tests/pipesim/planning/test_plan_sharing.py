@@ -64,7 +64,7 @@ def by_hand(
         tensor_parallel=choice.tensor_parallel, sequence_parallel=choice.sequence_parallel,
         recompute=choice.recompute, flash_attention=True, network=network,
         context_parallel=choice.context_parallel, expert_parallel=choice.expert_parallel,
-        slices=choice.n_slices,
+        expert_tensor_parallel=choice.expert_tensor_parallel, slices=choice.n_slices,
     )  # fmt: skip
     options: dict[str, Any] = {}
     if choice.schedule in ("interleaved_1f1b", "naive", "slimpipe"):
@@ -92,6 +92,8 @@ def by_hand(
     [
         (EXPERTS, {"expert_parallel": 2, "schedules": "1f1b"}),
         (EXPERTS, {"expert_parallel": 4, "schedules": "interleaved_1f1b", "n_chunks": 3}),
+        (EXPERTS, {"expert_parallel": 4, "expert_tensor_parallel": 1, "schedules": "1f1b",
+                   "tensor_parallel": 2, "sequence_parallel": True}),
         (EXPERTS, {"expert_parallel": 2, "schedules": "dualpipev"}),
         (DENSE, {"context_parallel": 2, "schedules": "zb_h1"}),
         (DENSE, {"shard_parameters": "every", "schedules": "1f1b"}),
@@ -111,9 +113,9 @@ def test_steps_and_memory_are_those_of_public_functions(
     model: ps.Transformer, options: dict[str, Any]
 ) -> None:
     """Each configuration takes the time and the bytes of costs, graph and simulation by hand."""
-    usual = {**QUICK, "pipeline_parallel": 2, "expert_parallel": 1}
+    usual = {**QUICK, "pipeline_parallel": 2, "expert_parallel": 1, "tensor_parallel": [1, 2]}
     plans = ps.plan(
-        model, CLUSTER, tensor_parallel=[1, 2], microbatch_size=1, n_best=10**6, split="balanced",
+        model, CLUSTER, microbatch_size=1, n_best=10**6, split="balanced",
         **{**usual, **options},
     )  # fmt: skip
     assert plans.ranked
@@ -290,6 +292,8 @@ def test_defaults() -> None:
     problem = PlanProblem(EXPERTS, CLUSTER, 16)
     listed = SearchSpace.checked(schedules="1f1b").choices(problem)[0]
     assert {x.expert_parallel for x in listed} == {1, 2, 4, 8}
+    assert {(x.tensor_parallel > 1 and x.sequence_parallel, x.expert_tensor_parallel)
+            for x in listed} == {(False, 0), (True, 0), (True, 1)}  # fmt: skip
     for model in (EXPERTS, DENSE):
         table = ps.plan(model, CLUSTER, **options).table
         assert set(table["context_parallel"]) == set(table["n_slices"]) == {1}
@@ -498,6 +502,12 @@ def test_exports() -> None:
     assert "optim_grads_params" in text
     offloaded = plans.plan(plans.choice(**base, offload="all")).to_megatron()
     assert "--fine-grained-activation-offloading --offload-modules attn_norm" in offloaded
+    folded = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4,
+              "expert_tensor_parallel": 1, "shard_optimizer": True}  # fmt: skip
+    whole = plans.plan(plans.choice(**folded))
+    assert "--expert-tensor-parallel-size 1" in whole.to_megatron()
+    assert "expert_tensor_parallel_degree = 1" in whole.to_torchtitan()
+    assert "ep4 etp1" in str(whole.choice)
     toml = plans.plan(plans.choice(**base, shard_parameters="every")).to_torchtitan()
     for line in (
         "context_parallel_degree = 2", "expert_parallel_degree = 4",
@@ -521,6 +531,9 @@ def test_exports() -> None:
         ({"n_slices": 2, "schedule": "seq1f1b", "pipeline_parallel": 2, "shard_optimizer": True},
          "no schedule 'seq1f1b'", "whole sequences"),
         ({"expert_parallel": 4, "pipeline_parallel": 1}, "", "share parameters"),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1,
+          "shard_optimizer": True}, "",
+         "whole experts only where they are divided"),
         ({"context_parallel": 2, "expert_parallel": 1, "pipeline_parallel": 1, "data_parallel": 4,
           "shard_optimizer": True}, "", ""),
     ],

@@ -32,9 +32,10 @@ def choices(schedules: dict[str, int]) -> Iterator[PlanChoice]:
     """Yield choices of 8 layers; most are such that no framework refuses them."""
     product = itertools.product(
         schedules.items(), (1, 2, 4), (1, 2), (1, 2), (1, 4), ("none", "selective", "full"),
-        (("none", False), ("none", True), ("every", False), ("step", False)), (1, 2), (1, 2),
+        (("none", False), ("none", True), ("every", False), ("step", False)), (1, 2),
+        ((1, 0), (2, 0), (4, 1)),
     )  # fmt: skip
-    for (name, v), p, t, replicas, size, recompute, sharing, context, experts in product:
+    for (name, v), p, t, replicas, size, recompute, sharing, context, (experts, etp) in product:
         if (sharing != ("none", False) and replicas == 1) or (name != "1f1b" and p == 1):
             continue
         for layers in LAYERS.get(p * v, []):
@@ -52,6 +53,7 @@ def choices(schedules: dict[str, int]) -> Iterator[PlanChoice]:
                 layers_per_stage=layers,
                 context_parallel=context,
                 expert_parallel=experts,
+                expert_tensor_parallel=etp if t > 1 else 0,
                 shard_parameters=sharing[0],  # type: ignore[arg-type]
             ))  # fmt: skip
 
@@ -108,8 +110,6 @@ def test_every_choice_of_torchtitan() -> None:
             )
         assert settings.choice == expected
         assert settings.global_batch == batch_of(choice)
-        etp = choice.tensor_parallel if choice.expert_parallel > 1 else 1
-        assert settings.expert_tensor_parallel == etp
         assert set(settings.ignored) <= {
             "training.seq_len",
             "parallelism.context_parallel_rotate_method",
@@ -355,9 +355,9 @@ def test_numbers_of_megatron() -> None:
     unused = ps.read_megatron(f"{LEAST} --mtp-num-layers 0 --cpu-offloading-num-layers 0")
     assert unused.ignored == ("--mtp-num-layers", "--cpu-offloading-num-layers")
     etp = ps.read_megatron(
-        f"{LEAST} --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2"
+        f"{LEAST} --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --num-experts 8"
     )
-    assert etp.expert_tensor_parallel == 1
+    assert etp.choice.expert_tensor_parallel == 1
 
 
 def test_flags() -> None:
