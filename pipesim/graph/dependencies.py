@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph.options import Tied
+from pipesim.graph.options import Prefetch, Tied, prefetch_by_device
 from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via, segment_rules
 from pipesim.graph.tasks import Kinds, ListedTasks
 from pipesim.ops import EXPERT_EXCHANGES, FETCHES, SEGMENTED, Op, expert_exchange
@@ -498,7 +498,7 @@ def _joined(needs: CSR, rows: Ints, values: Ints) -> CSR:
 # into. UNSHARDs of a sharded optimizer are no fetches: their memory is there throughout.
 
 
-def with_fetches(needs: CSR, kinds: Kinds, kind: Ints, prefetch: int) -> CSR:
+def with_fetches(needs: CSR, kinds: Kinds, kind: Ints, prefetch: Prefetch) -> CSR:
     """Add to each fetch the compute task that its start waits for.
 
     ``needs`` are those by the rules. The consumer of a fetch is the first task that needs it.
@@ -515,8 +515,10 @@ def with_fetches(needs: CSR, kinds: Kinds, kind: Ints, prefetch: int) -> CSR:
     consumer = np.full(len(kind), len(tasks), dtype=np.int64)
     np.minimum.at(consumer, needs.values[used], place[needs.rows[used]])
     rows = np.flatnonzero(consumer < len(tasks))
-    before = consumer[rows] - 1 - min(prefetch, len(kind))
-    same = before >= np.searchsorted(device, device[consumer[rows]])
+    home = device[consumer[rows]]
+    before = consumer[rows] - 1
+    before -= prefetch_by_device(prefetch, int(kinds.device.max()) + 1, len(kind))[home]
+    same = before >= np.searchsorted(device, home)
     rows, before = rows[same], tasks[before[same]]
     gathers, frees = _freed_before(kinds, kind)
     return CSR.from_pairs(

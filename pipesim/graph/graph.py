@@ -31,6 +31,7 @@ from pipesim.graph.options import (
     GradSyncs,
     Hosts,
     LoweringOptions,
+    Prefetch,
     Tied,
     group_sizes,
     host_of_devices,
@@ -349,7 +350,7 @@ class TaskGraph:
     portals = _Option[bool]("portals", "Whether each skip has its own message.")
     forward_only = _Option[bool]("forward_only", "Whether this is an evaluation.")
     tied = _Option[Tied]("tied", "Stages of each group with copies of one parameter.")
-    prefetch = _Option[int]("prefetch", "Compute tasks that a fetch may run beside.")
+    prefetch = _Option[Prefetch]("prefetch", "Compute tasks that a fetch may run beside.")
     expert_replicas = _Option[int]("expert_replicas", "Replicas that exchange tokens; 0: all.")
 
     @property

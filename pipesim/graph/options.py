@@ -93,31 +93,64 @@ _BETWEEN = "/"
 
 
 def _values_of_stages(
-    name: str, value: object, n_stages: int, default: str, example: str
+    name: str, value: object, n_stages: int, default: object, example: object, part: str = "stage"
 ) -> list[Any] | None:
     """Return the values of a sequence or a mapping, one a stage; None for another value.
 
-    Stages that a mapping does not name have the ``default``.
+    Stages that a mapping does not name have the ``default``. ``part``: ``"stage"``, or
+    ``"device"`` for values of devices.
     """
     if isinstance(value, Mapping):
         if not value:
             raise ArgumentError(
-                f"{name} is a mapping that names no stage; give such as {{0: {example!r}}}"
+                f"{name} is a mapping that names no {part}; give such as {{0: {example!r}}}"
             )
         for stage in value:
-            if check_count(f"{name}: a stage", stage, 0) >= n_stages:
+            if check_count(f"{name}: a {part}", stage, 0) >= n_stages:
                 raise ArgumentError(
-                    f"{name} names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
+                    f"{name} names {part} {stage}; there are {n_stages} {part}s, 0..{n_stages - 1}"
                 )
         return [value.get(stage, default) for stage in range(n_stages)]
     if not isinstance(value, (list, tuple)):
         return None
     if len(value) != n_stages:
         raise ArgumentError(
-            f"{name} has {len(value)} values, and there are {n_stages} stages; give one "
-            "value for all, one a stage, or a mapping from stages"
+            f"{name} has {len(value)} values, and there are {n_stages} {part}s; give one "
+            f"value for all, one a {part}, or a mapping from {part}s"
         )
     return list(value)
+
+
+# Compute tasks that a fetch may run beside: one number, or one a device.
+
+#: As a graph has it.
+Prefetch: TypeAlias = int | tuple[int, ...]
+#: As users give it.
+PrefetchArgument: TypeAlias = int | str | Sequence[int] | Mapping[int, int]
+
+
+def checked_prefetch(prefetch: PrefetchArgument, n_devices: int) -> Prefetch:
+    """Return the option ``prefetch``: one number if devices have the same, else one a device.
+
+    Texts have the numbers of devices between slashes, ``"1/2/2"``. Devices that a mapping does not
+    name have 1.
+    """
+    if isinstance(prefetch, str):
+        numbers = [
+            text if (k := parse_int(text)) is None else k for text in prefetch.split(_BETWEEN)
+        ]
+        prefetch = numbers if len(numbers) > 1 else numbers[0]  # type: ignore[assignment]
+    values = _values_of_stages("prefetch", prefetch, n_devices, 1, 2, "device")
+    if values is None:
+        return check_count("prefetch", prefetch, 0)
+    counts = tuple(check_count(f"prefetch of device {d}", x, 0) for d, x in enumerate(values))
+    return counts[0] if len(set(counts)) == 1 else counts
+
+
+def prefetch_by_device(prefetch: Prefetch, n_devices: int, most: int) -> Ints:
+    """Return the number of each device, at most ``most``; shape ``(n_devices,)``."""
+    values = prefetch if isinstance(prefetch, tuple) else (prefetch,) * n_devices
+    return np.array([min(value, most) for value in values], dtype=np.int64)
 
 
 # Values of the option ``offload``: the activations that go to host memory, of all stages or each.
@@ -411,8 +444,8 @@ class LoweringOptions:
     #: Stages of each group with copies of one parameter, in rising order.
     tied: Tied = ()
     #: Number of compute tasks of a device that a fetch, UNSHARD or RELOAD, may run beside before
-    #: its consumer; see `pipesim.graph.dependencies`.
-    prefetch: Whole = 1
+    #: its consumer; see `pipesim.graph.dependencies`. One number, or one a device of the graph.
+    prefetch: Prefetch = 1
     #: Number of consecutive replicas that exchange the tokens of experts; 0 for all.
     expert_replicas: Whole = 0
     #: Share of the bytes of a micro-batch's activations that an OFFLOAD moves, one a stage, above
@@ -453,6 +486,7 @@ class LoweringOptions:
             skips=skips_of(kinds, record.skips, record.portals),
             tied=groups,
             offload_shares=checked_shares(record.offload_shares, n_stages),
+            prefetch=checked_prefetch(record.prefetch, int(kinds.device.max(initial=0)) + 1),
         )
 
     def texts(self) -> dict[str, str]:
@@ -480,6 +514,7 @@ _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
         lambda text: [skip_from_text(skip) for skip in text.split()],
     ),
     "tied": (lambda tied: tied_text(tied).replace(",", " "), str.split),
+    "prefetch": (lambda x: _BETWEEN.join(map(str, x if isinstance(x, tuple) else (x,))), str),
     "offload_shares": (lambda shares: _BETWEEN.join(map(repr, shares)), str),
 }
 

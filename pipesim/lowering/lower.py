@@ -7,7 +7,10 @@ equal replicas alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
+
+import numpy as np
 
 from pipesim.errors import ArgumentError
 from pipesim.framework.framework import (
@@ -25,7 +28,9 @@ from pipesim.graph.options import (
     LoweredSchedule,
     LoweringOptions,
     OffloadArgument,
+    PrefetchArgument,
     checked_grad_sync,
+    checked_prefetch,
     grad_sync_by_stage,
     grad_sync_text,
     group_sizes,
@@ -77,7 +82,7 @@ from pipesim.lowering.recomputes import (
 from pipesim.scheduling.memory_checks import check_tasks
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule, forward_actions
-from pipesim.utils.checks import Count, Whole, checked
+from pipesim.utils.checks import Count, checked
 
 Streams = Literal["per_peer", "single", "per_microbatch"]
 
@@ -166,7 +171,7 @@ def lower(
     forward_only: bool = False,
     tied: Iterable[Iterable[int]] | str = (),
     grad_norm: bool = False,
-    prefetch: Whole = 1,
+    prefetch: PrefetchArgument = 1,
     offload: OffloadArgument = "none",
     shard_parameters: ShardParameters = "none",
     expert_layers: Iterable[float] | float = (),
@@ -319,7 +324,10 @@ def lower(
     prefetch
         Number of compute tasks (F, B, I, W, R) of a device that a fetch, RELOAD or UNSHARD, may
         run beside before the task that needs it. The fetch needs the compute task that comes
-        ``prefetch + 1`` places before its consumer; see `pipesim.graph.dependencies`.
+        ``prefetch + 1`` places before its consumer; see `pipesim.graph.dependencies`. Devices of
+        the pipeline may differ, so that their gathers do not meet on one link: give a sequence of
+        one number a device, the same as text, ``"1/2/2"``, or a mapping from devices, whose other
+        devices have 1.
     offload
         Activations that wait in host memory for their backward (PipeOffload, arXiv 2503.01328):
         OFFLOAD moves them after F, and RELOAD brings them back before R, B or I, on streams of
@@ -439,6 +447,7 @@ def lower(
     )
     of_devices = checked_device_collectives(schedule, tied, grad_norm, shards, step)
     groups = of_devices.tied
+    arguments["prefetch"] = prefetch = checked_prefetch(prefetch, schedule.n_devices)
     offloads = checked_offloads(offload, prefetch, schedule, shards)
     parameters = checked_parameter_shards(
         schedule, shard_parameters, gathers, prefetch, shards, n_replicas=n_replicas,
@@ -488,8 +497,13 @@ def lower(
         source=source,
     )
     if n_replicas > 1:
+        devices = replica_devices(n_replicas, schedule.n_devices, layout)
         issued = replicated(issued, n_replicas, len(kinds))
-        kinds = replicated_kinds(kinds, replica_devices(n_replicas, schedule.n_devices, layout))
+        kinds = replicated_kinds(kinds, devices)
+        if isinstance(prefetch, tuple):
+            ahead = np.empty(devices.size, dtype=object)  # whole numbers of any size
+            ahead[devices] = prefetch
+            options = replace(options, prefetch=tuple(ahead))
     kind, microbatch = issued.kind, issued.microbatch
     if sends_beside and streams == "per_microbatch":
         kinds, kind = with_streams_of_microbatches(kinds, kind, microbatch)

@@ -20,7 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError
-from pipesim.graph.options import StageOffload, checked_offload
+from pipesim.graph.options import (
+    Prefetch,
+    StageOffload,
+    checked_offload,
+    prefetch_by_device,
+)
 from pipesim.graph.tasks import Kinds, ListedTasks, StreamKind
 from pipesim.lowering.issue_order import Issued
 from pipesim.ops import KEPT, RECVS, SENDS, Op
@@ -35,7 +40,7 @@ class Offloads(NamedTuple):
 
     values: StageOffload | tuple[StageOffload, ...] = StageOffload(share=0.0)
     #: Compute tasks that a RELOAD may run beside.
-    prefetch: int = 1
+    prefetch: Prefetch = 1
     #: Stages whose rows are spread over the replicas; they offload nothing.
     sharded: tuple[int, ...] = ()
 
@@ -55,7 +60,7 @@ class Offloads(NamedTuple):
 
 
 def checked_offloads(
-    offload: object, prefetch: int, schedule: Schedule, sharded: tuple[int, ...]
+    offload: object, prefetch: Prefetch, schedule: Schedule, sharded: tuple[int, ...]
 ) -> Offloads:
     """Return the options of `pipesim.lower`, checked to suit the schedule."""
     if isinstance(offload, str) and offload == "none":
@@ -105,17 +110,18 @@ def with_offloads(
     order = ListedTasks.by_device(kinds, issued.kind)
     held = _activations(offloads, kinds, issued, order)
     n_stages = kinds.homes.shape[1]
-    chosen = _chosen(offloads, held, n_stages)
+    ahead = prefetch_by_device(offloads.prefetch, kinds.homes.max() + 1, len(issued.kind))
+    chosen = _chosen(offloads, held, n_stages, ahead[held.device])
     if not chosen.any():
         raise ArgumentError(
             f"offload={offloads.text!r}, but schedule {name!r} has no activations to offload: each "
-            f"is needed again within prefetch + 1 = {offloads.prefetch + 1} compute tasks, or "
+            f"is needed again within prefetch + 1 = {ahead.min() + 1} compute tasks, or "
             "fewer micro-batches than one were chosen; give a larger share, a smaller prefetch, "
             'or offload="none"'
         )
     held = _Activations(*(column[chosen] for column in held))
     kinds, copies = _copy_kinds(kinds, held, overlap)
-    after, before = _places(kinds, issued, order, held, offloads.prefetch, overlap)
+    after, before = _places(kinds, issued, order, held, ahead[held.device], overlap)
     # Ties of one position: OFFLOADs first, then RELOADs in the order of their consumers.
     offset = np.concatenate([after, before])
     rank = np.concatenate([held.place, held.consumer])
@@ -169,7 +175,7 @@ def _activations(
     )
 
 
-def _chosen(offloads: Offloads, held: _Activations, n_stages: int) -> Bools:
+def _chosen(offloads: Offloads, held: _Activations, n_stages: int, ahead: Ints) -> Bools:
     """Mark the activations to offload.
 
     Of equal lifespans, counted in compute tasks of the device, the lower stage comes first, then
@@ -188,7 +194,7 @@ def _chosen(offloads: Offloads, held: _Activations, n_stages: int) -> Bools:
     most = np.floor(longest * sizes * (1 + 1e-12))
     selected = np.zeros(len(order), dtype=bool)
     selected[order] = np.arange(len(order)) - starts < most
-    marked: Bools = chosen & selected & (lifespan > offloads.prefetch + 1)
+    marked: Bools = chosen & selected & (lifespan > ahead + 1)
     return marked
 
 
@@ -217,12 +223,12 @@ def _places(
     issued: Issued,
     order: ListedTasks,
     held: _Activations,
-    prefetch: int,
+    ahead: Ints,
     overlap: bool,
 ) -> tuple[Ints, Ints]:
     """Return the positions in the issue order before which OFFLOADs and RELOADs come."""
     if overlap:
-        return order.last[held.place] + 1, order.last[held.consumer - 1 - prefetch] + 1
+        return order.last[held.place] + 1, order.last[held.consumer - 1 - ahead] + 1
     by_device = np.argsort(kinds.device[issued.kind], kind="stable")
     position = np.empty(len(by_device), dtype=np.int64)
     position[by_device] = np.arange(len(by_device))

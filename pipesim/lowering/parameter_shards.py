@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.framework.framework import GatherParameters
+from pipesim.graph.options import Prefetch, prefetch_by_device
 from pipesim.graph.tasks import Kinds, ListedTasks, StreamKind
 from pipesim.lowering.issue_order import Issued
 from pipesim.ops import PASSES, Op
@@ -49,7 +50,7 @@ class ParameterShards(NamedTuple):
     #: each use.
     window: int = 0
     #: Number of compute tasks that an UNSHARD may run beside; see `pipesim.graph.dependencies`.
-    prefetch: int = 1
+    prefetch: Prefetch = 1
     #: Whether parameters are freed after their uses. Otherwise a device gathers those of each stage
     #: once, before the stage's first F.
     frees: bool = True
@@ -59,7 +60,7 @@ def checked_parameter_shards(
     schedule: Schedule,
     shard_parameters: ShardParameters,
     gather_parameters: GatherParameters,
-    prefetch: int,
+    prefetch: Prefetch,
     sharded: tuple[int, ...],
     **others: object,
 ) -> ParameterShards:
@@ -154,7 +155,8 @@ def with_parameter_shards(
     if overlap and shards.frees:
         of_place = kinds.device[issued.kind[order.first]]
         on_device = np.searchsorted(of_place, device[gathered])  # first place of the device
-        where = _early_places(shards, order, stage, on_device, gathered, freed)
+        ahead = prefetch_by_device(shards.prefetch, kinds.homes.max() + 1, len(order.place))
+        where = _early_places(order, stage, on_device, gathered, freed, ahead[device[gathered]])
     rows = np.concatenate([freed, gathered])
     places = np.concatenate([order.last[order.place[freed]] + 1, where])
     ops = np.repeat([Op.RESHARD, Op.UNSHARD], [len(freed), len(gathered)])
@@ -162,19 +164,15 @@ def with_parameter_shards(
 
 
 def _early_places(
-    shards: ParameterShards,
-    order: ListedTasks,
-    stage: Ints,
-    on_device: Ints,
-    gathered: Ints,
-    freed: Ints,
+    order: ListedTasks, stage: Ints, on_device: Ints, gathered: Ints, freed: Ints, ahead: Ints
 ) -> Ints:
     """Return the position of each UNSHARD among the tasks, if it is on a stream of its own.
 
     ``gathered`` and ``freed`` are the compute tasks before which parameters are gathered, and after
-    which they are freed. ``on_device`` is the first place of each gather's device.
+    which they are freed. ``on_device`` is the first place of each gather's device, and ``ahead``
+    the number of compute tasks that it may run beside.
     """
-    gate = order.place[gathered] - 1 - min(shards.prefetch, len(order.place))
+    gate = order.place[gathered] - 1 - ahead
     where = np.where(gate >= on_device, order.last[np.maximum(gate, 0)] + 1, 0)
     previous = _previous_frees(stage, gathered, freed)
     freed_at = order.last[order.place[np.maximum(previous, 0)]] + 1

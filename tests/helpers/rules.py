@@ -180,7 +180,8 @@ def _fetched_after(graph: ps.TaskGraph, uses: set[int]) -> set[int]:
         else:
             places.append([task])
     place = min(number for number, tasks in enumerate(places) if uses & set(tasks))
-    before = place - 1 - graph.prefetch
+    prefetch = graph.prefetch
+    before = place - 1 - (prefetch[device] if isinstance(prefetch, tuple) else prefetch)
     return {places[before][0]} if before >= 0 else set()
 
 

@@ -208,7 +208,7 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         "issue_order": draw(issue_orders),
         "forward_only": draw(st.sampled_from([False, False, False, True])),
         "step": step,
-        "prefetch": draw(st.integers(0, 3)),
+        "prefetch": draw(prefetches(schedule.n_devices)),
         **options,
         **draw(device_collectives(schedule, step, options)),
         **draw(experts(schedule, options)),
@@ -228,6 +228,12 @@ def experts(draw: st.DrawFn, schedule: ps.Schedule, options: dict[str, Any]) -> 
     return {"expert_layers": [draw(count) for count in counts], "expert_replicas": draw(groups)}
 
 
+def prefetches(n_devices: int) -> st.SearchStrategy[int | list[int]]:
+    """Compute tasks that fetches run beside, of all devices or one number each."""
+    one = st.sampled_from([1, 0, 2, 3])
+    return st.one_of(one, st.lists(one, min_size=n_devices, max_size=n_devices))
+
+
 @st.composite
 def offloads(draw: st.DrawFn, schedule: ps.Schedule, sharded: list[int]) -> dict[str, Any]:
     """Activations to offload, in each form that `lower` takes, if any live long enough."""
@@ -236,7 +242,10 @@ def offloads(draw: st.DrawFn, schedule: ps.Schedule, sharded: list[int]) -> dict
     stages = [s for s in range(schedule.n_stages) if s not in sharded]
     one = st.sampled_from(["all", 0.25, 0.5, "longest:0.5"])
     some = st.dictionaries(st.sampled_from(stages), one, min_size=1)
-    options = {"offload": draw(st.one_of(one, some)), "prefetch": draw(st.sampled_from([1, 0, 2]))}
+    options = {
+        "offload": draw(st.one_of(one, some)),
+        "prefetch": draw(prefetches(schedule.n_devices)),
+    }
     for recompute in ("listed", "never", "always", "except_last"):
         try:
             ps.lower(schedule, recompute=recompute, sharded=sharded, **options)

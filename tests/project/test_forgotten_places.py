@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forward_only": {"forward_only": True},
     "tied": {"tied": [(0, 3)]},
     "grad_norm": {"grad_norm": True},
-    "prefetch": {"prefetch": 2, "offload": "all"},
+    "prefetch": {"prefetch": [2, 0, 1, 3], "offload": "all"},
     "offload": {"offload": 0.5},
     "shard_parameters": {"shard_parameters": "every", "n_replicas": 2},
     "expert_layers": {"expert_layers": 1, "n_replicas": 2},

@@ -315,6 +315,32 @@ def test_each_use_lies_between_a_gather_and_a_free(
         assert not gathered
 
 
+@pytest.mark.parametrize("layout", ["replica_major", "stage_major"])
+def test_devices_may_prefetch_differently(layout: Any) -> None:
+    """Gathers of each device wait for the tasks that its own number says, in all replicas."""
+    schedule = ps.schedule("interleaved_1f1b", 2, 4)
+    options: dict[str, Any] = {"n_replicas": 2, "shard_parameters": "every", "layout": layout}
+
+    def waits(prefetch: Any) -> dict[tuple[int, int], set[tuple[str, set[str]]]]:
+        """Return the gathers of each device, and the tasks that they need."""
+        graph = ps.lower(schedule, prefetch=prefetch, **options)
+        texts = [str(graph.task(k)) for k in range(len(graph))]
+        place = {int(d): (int(graph.replica[k]), int(graph.stage[k]) % 2)
+                 for k, d in enumerate(graph.device)}  # fmt: skip
+        gathers: dict[tuple[int, int], Any] = {x: set() for x in place.values()}
+        for k in np.flatnonzero(graph.op == Op.UNSHARD).tolist():
+            needed = frozenset(texts[int(n)] for n in graph.dependencies[k])
+            gathers[place[int(graph.device[k])]].add((texts[k], needed))
+        return gathers
+
+    mixed, equal = waits([0, 2]), (waits(0), waits(2))
+    assert equal[0] != equal[1]
+    for (replica, device), own in mixed.items():
+        assert own == equal[device][replica, device]
+    assert waits("0/2") == waits({0: 0, 1: 2}) == mixed
+    assert waits([2, 2]) == equal[1]
+
+
 def test_longer_residency_moves_fewer_bytes() -> None:
     """The traffic falls from policy to policy; "step" gathers each stage once."""
     schedule = ps.schedule("interleaved_1f1b", 2, 4, n_chunks=3)
@@ -354,6 +380,9 @@ def test_files(tmp_path: Path) -> None:
         ({"shard_parameters": 0}, "shard_parameters must be .*at least 1, got 0"),
         ({"shard_parameters": 1.0}, r"got 1.0 \(float\)"),
         ({"prefetch": -1}, "prefetch must be .*at least 0, got -1"),
+        ({"prefetch": [1]}, "prefetch has 1 values, and there are 2 devices"),
+        ({"prefetch": {2: 1}}, "prefetch names device 2; there are 2 devices"),
+        ({"prefetch": "1/x"}, "prefetch of device 1 must be a whole number"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
