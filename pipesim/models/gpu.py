@@ -57,6 +57,9 @@ class Kernel(NamedTuple):
         need. It takes 16 times as long, as on A100 without them (19.5 of 312 TFLOP/s).
     precision
         Number format of its operands; other than 16 bits for linear products of layers only.
+    splits_depth
+        Whether multiprocessors share the depth of a product, as libraries do where its result has
+        fewer rows than a tile: decode steps of a few tokens. It then has no waves.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Kernel(NamedTuple):
     is_backward: bool = False
     is_misaligned: bool = False
     precision: Precision = "bf16"
+    splits_depth: bool = False
 
     @property
     def is_product(self) -> bool:
@@ -344,7 +348,8 @@ class GPU:
         """Return how much longer a kernel takes since its tiles run in whole waves."""
         if kernel.is_attention:
             return 1 + self.multiprocessors / kernel.tiles if kernel.tiles else 1.0
-        if kernel.is_grouped or not (kernel.depth and kernel.n_kernels and self.multiprocessors):
+        in_waves = not (kernel.is_grouped or kernel.splits_depth)
+        if not (in_waves and kernel.depth and kernel.n_kernels and self.multiprocessors):
             return 1.0
         elements = kernel.flops / (2 * kernel.depth * kernel.n_kernels)
         least = math.inf

@@ -125,7 +125,8 @@ class KernelSizes:
         nbytes = self.operand_bytes * (rows * depth + depth * columns)
         nbytes += self.shard.model.bytes_per_activation * rows * columns
         product = Kernel(
-            name, 2 * rows * columns * depth, nbytes, depth, precision=self.precision
+            name, 2 * rows * columns * depth, nbytes, depth, precision=self.precision,
+            splits_depth=rows < _TILE,
         )  # fmt: skip
         return (product,) if name in _FROM_NORM else (*self.cast(name, rows * depth), product)
 
@@ -161,9 +162,11 @@ class KernelSizes:
     def grouped(self, name: str, matrix: Matrix, rows: float, n: int) -> tuple[Kernel, ...]:
         """Return the products of n experts, which share ``rows`` tokens, after their cast.
 
-        In one kernel for all, each expert has whole tiles of `_TILE` rows.
+        In one kernel for all, each expert has whole tiles of `_TILE` rows. Experts without a token
+        are not read.
         """
         inputs, outputs = matrix
+        n = min(n, math.ceil(rows))
         nbytes = self.operand_bytes * (rows * inputs + n * inputs * outputs)
         nbytes += self.shard.model.bytes_per_activation * rows * outputs
         computed = rows
@@ -630,7 +633,8 @@ def _fused_core(sizes: KernelSizes) -> OperationKernels:
     tiles = model.n_heads / t * tokens / _TILE * steps * max(1.0, shard.attended)
     forward = Kernel(
         "attention", flops, ends, depth, steps, is_attention=True, share=share, tiles=tiles,
-        attention_kernel=shard.framework.attention_kernel, sequence=model.sequence_length,
+        attention_kernel=shard.framework.attention_kernel,
+        sequence=model.sequence_length * max(1.0, shard.attended),  # as many keys a query
     )  # fmt: skip
     backward = forward._replace(
         flops=ratio * flops, nbytes=2 * ends, n_kernels=2 * steps, is_backward=True

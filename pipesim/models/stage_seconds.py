@@ -154,7 +154,7 @@ class RateSeconds:
 
 def stage_seconds(
     shard: Shard, gpu: GPU | None, flops_per_second: float | None, network: Network | None
-) -> StageSeconds:
+) -> GpuSeconds | RateSeconds:
     """Return the seconds of stages from a GPU, or from one rate.
 
     Warn if GPUs share layers, but the network has no rate between them.

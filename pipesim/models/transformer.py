@@ -678,5 +678,79 @@ class Transformer:
             context=context,
         )
 
+    @takes_settings(ParallelSettings, microbatch_size=Parameter.empty)
+    def balanced_slices(
+        self,
+        layers_per_stage: Split,
+        n_slices: int | None = None,
+        *,
+        first: int | None = None,
+        multiple: int = 1,
+        backward: bool = False,
+        gpu: GPU | Mapping[str, Any] | str | None = None,
+        flops_per_second: float | None = None,
+        parallel: Parallel | Mapping[str, Any] | None = None,
+        partition: LayerPartition | None = None,
+        network: Network | None = None,
+        **settings: Unpack[ParallelSettings],
+    ) -> list[int]:
+        """Return the tokens of slices of a sequence that take equal seconds: ``slices`` of `costs`.
+
+        Attention of a later slice has more keys, so that it is shorter. These are the dynamic
+        chunks of a prefill (SGLang, vLLM), and with ``backward`` the computation-wise partition of
+        Seq1F1B (arXiv 2406.03488, section 3.3). The seconds are those of the slowest stage by the
+        model's own `costs`.
+
+        Parameters
+        ----------
+        layers_per_stage
+            As for `costs`.
+        n_slices
+            Number of slices: the slowest takes as little time as possible, within 0.1 %.
+        first
+            Instead of ``n_slices``: tokens of the first slice (``--chunked-prefill-size`` of
+            SGLang). The others are as long as its seconds allow; the last has the rest.
+        multiple
+            Tokens of which all slices but the last are a multiple, such as those of a page of
+            a key-value cache; 1 by default.
+        backward
+            Whether to balance the seconds of F and B, of a training step, instead of those of F.
+        gpu, flops_per_second, parallel, partition, network, **settings
+            As for `costs`.
+
+        Returns
+        -------
+        list of int
+            Tokens of each slice, in the order of the sequence; their sum is ``sequence_length``.
+
+        Raises
+        ------
+        ArgumentError
+            Without one of ``n_slices`` and ``first``, or if ``multiple`` does not suit them, the
+            sequence, or the GPUs that share it.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> model = ps.Transformer.preset("llama3_8b", sequence_length=131072)
+        >>> model.balanced_slices([8] * 4, 4, multiple=64, microbatch_size=1,
+        ...                       flops_per_second=400e12)
+        [58368, 29952, 23168, 19584]
+        """
+        from pipesim.models.balanced_slices import balanced_slices
+
+        return balanced_slices(
+            self.shard(as_parallel(Transformer.balanced_slices, parallel, settings)),
+            layers_per_stage,
+            n_slices,
+            first=first,
+            multiple=multiple,
+            backward=backward,
+            gpu=gpu,
+            flops_per_second=flops_per_second,
+            partition=partition,
+            network=network,
+        )
+
     def _tokens(self, microbatch_size: int) -> int:
         return check_size("microbatch_size", microbatch_size) * self.sequence_length

@@ -356,6 +356,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Timeline.with_name": lambda _: {"self": timeline(), "name": "x"},
     "ps.Transformer": lambda _: {
         "hidden_size": 8, "n_layers": 4, "n_heads": 2, "sequence_length": 4, "vocabulary_size": 16},
+    "ps.Transformer.balanced_slices": lambda _: {
+        "self": model(), "layers_per_stage": 2, "n_slices": 2, **SIZES
+    },
     "ps.Transformer.core_flops": lambda _: {"self": model()},
     "ps.Transformer.costs": lambda _: {"self": model(), "layers_per_stage": 2, **SIZES},
     "ps.Transformer.expert_layer_flops": lambda _: {"self": model()},
