@@ -339,6 +339,7 @@ def _parts(step: StepPrediction, steps: PublishedSteps) -> dict[str, float]:
     batches = graph.n_microbatches * graph.n_replicas / graph.n_devices
     experts = model.n_expert_layers + model.mtp_layers
     number = {"expert layer": experts, "layer": model.n_layers - model.n_expert_layers}
+    number |= {"head": 1 + model.mtp_layers, "mtp": model.mtp_layers}
     seconds = kernels["seconds"] * batches * kernels["part"].map(number).fillna(1)
     parts, left = {}, np.ones(len(kernels), dtype=bool)
     for kind, pattern in _KINDS.items():

@@ -253,7 +253,7 @@ def _starts(
 ) -> list[int]:
     places = [k for k, name in enumerate(names) if name in blocks] or list(range(len(names)))
     if isinstance(cuts, str):
-        counts = list(layout_stages(cuts, "stages")[0])
+        counts = [stage.layers for stage in layout_stages(cuts, "stages")]
     elif isinstance(cuts, int) and not isinstance(cuts, bool):
         counts = _counts(names, places, check_count("stages", cuts), balancing)
     else:

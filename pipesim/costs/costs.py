@@ -23,7 +23,7 @@ from pipesim.costs.cost_fields import (
     check_whole_layers,
     checked_workload,
 )
-from pipesim.costs.layer_split import write_layout
+from pipesim.costs.layer_split import copied_stages, layout_stages, read_layout, write_layout
 from pipesim.costs.microbatch_costs import (
     averaged,
     costs_of_microbatch,
@@ -208,9 +208,9 @@ class Costs(CostFields):
         Bytes of the gradients of a parameter of which several stages have copies, such as a tied
         embedding: one number, or one for each group of tied stages. REDUCE_TIED takes as long as
         their sum over the group's devices takes on ``network``, with the faster of ring and tree.
-        A graph that was lowered without ``tied`` has no such task: one number is then that of the
-        first and the last stage. STEP of both takes as much longer as the sum takes, unless one
-        device has both. 0 (the default) for none.
+        A graph that was lowered without ``tied`` has no such task: one number is then that of each
+        group of `tied_stages`, or of the first and the last stage. STEP of a group's stages takes
+        as much longer as the sum takes, unless one device has all copies. 0 (the default) for none.
     network
         Links between devices. The times of messages, reductions and exchanges follow from it.
         Collectives of tensor parallelism are part of F, B, I, W and R: they follow from the
@@ -420,11 +420,32 @@ class Costs(CostFields):
         It is a value for ``--pipeline-model-parallel-layout`` of Megatron-LM, and for the
         ``layers_per_stage`` of `transformer`. `pipesim.costs.read_layout` returns the numbers.
         """
-        settings = None if self.work is None else self.work.settings
-        sizes = None if settings is None else settings.get("layers_per_stage")
-        if not isinstance(sizes, list) or np.size(np.array(self.forward)) != len(sizes):
-            return None  # of no transformer, or no longer of these stages, as after `in_chunks`
-        return write_layout(sizes)
+        settings = self._settings
+        split = settings.get("layers_per_stage")
+        n_stages = np.size(np.array(self.forward))
+        if isinstance(split, list) and n_stages == len(split):
+            return write_layout(split, mtp_layers=settings.get("mtp_layers", 0))
+        if isinstance(split, str) and n_stages == len(read_layout(split)):
+            return split
+        return None  # of no transformer, or no longer of these stages, as after `in_chunks`
+
+    @property
+    def tied_stages(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of stages with copies of one matrix, as ``tied`` of `pipesim.lower` takes them.
+
+        Those of a `Transformer`: embedding and LM head if they are tied; the embedding that
+        multi-token prediction uses; the LM head of losses on several stages. Empty for other costs.
+        """
+        if self.layout is None or not self.tied_bytes:
+            return ()
+        stages = layout_stages(self.layout, "layers_per_stage", has_mtp=True)
+        is_tied = self._settings["tied_embeddings"]
+        return copied_stages([stage.modules for stage in stages], is_tied=is_tied)
+
+    @property
+    def _settings(self) -> Mapping[str, Any]:
+        """Settings of the workload; none without."""
+        return (None if self.work is None else self.work.settings) or {}
 
     def in_chunks(self, placement: Placement, per: Per | None = None) -> Costs:
         """Return the costs of the stages of a placement, where these costs are those of devices.

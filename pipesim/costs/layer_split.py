@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,8 @@ def checked_split(
     """Return the layers of each stage, checked to have ``n_layers`` in all.
 
     A number of stages get as many layers each. ``name`` is that of the argument, for messages. With
-    ``ends_may_be_empty``, the first and the last stage may have no layer: they hold other modules.
+    ``ends_may_be_empty``, the layers are those of a transformer: the first and the last stage may
+    have none, since they hold other modules, and so may stages of a layout with such modules.
     """
     if isinstance(split, Integral):
         n_stages = check_count(name, split)
@@ -103,21 +104,21 @@ def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False)
 
 def _layout_counts(text: str, name: str, ends_may_be_empty: bool) -> tuple[int, ...]:
     hint = suggestion(text.lower(), get_args(LayerPartition)) if text.isalpha() else ""
-    if hint and not set(text) <= set("EtL"):
+    if hint and not set(text) <= set("EtmL"):
         raise UnknownNameError(f"unknown {name} {text!r}{hint}")
     if re.fullmatch(r"[\[(]?\s*\d+(\s*,\s*\d+)+\s*,?\s*[])]?", text):
         sizes = _sizes_text([int(value) for value in re.findall(r"\d+", text)])
         raise ArgumentError(f"{name}={text!r:.60} is text; give {sizes}, without quotes")
     if not set("EtL|") & set(text):
         raise _no_counts(text, name)
-    counts, positions = layout_stages(text, name)
-    ends = (0, len(counts) - 1) if ends_may_be_empty else ()
-    for stage, size in enumerate(counts):
-        if not size and stage not in ends:
-            raise layout_mistake(
-                name, text, positions[stage], f"stage {stage}, which ends here, has no layer"
-            )
-    return counts
+    stages = layout_stages(text, name, has_mtp=ends_may_be_empty)
+    ends = (0, len(stages) - 1) if ends_may_be_empty else ()
+    for index, stage in enumerate(stages):
+        is_filled = stage.layers or (ends_may_be_empty and any(stage.modules[:2]))
+        if not is_filled and index not in ends:
+            reason = f"stage {index}, which ends here, has no layer"
+            raise layout_mistake(name, text, stage.end, reason)
+    return tuple(stage.layers for stage in stages)
 
 
 def _no_counts(split: object, name: str) -> ArgumentError:
@@ -138,17 +139,19 @@ def _sizes_text(sizes: Sequence[int]) -> str:
 # Megatron-LM (docs, "Custom Pipeline Model Parallel Layout"). Stages are in the order of the
 # model; with several a device, in that of chunks.
 #
-# =========  ===================================================
+# =========  ======================================================
 # ``E``      embedding, first of all
 # ``t``      a decoder layer
-# ``L``      head and loss, last of all
+# ``m``      a layer of multi-token prediction (MTP), after all ``t``
+# ``L``      head and loss, last of all; one for all losses, or one
+#            for each (github.com/NVIDIA/Megatron-LM/pull/5318)
 # ``|``      border between two stages
 # ``(...)``  a group; may contain groups
 # ``*n``     n times the letter, or the group, before it
 # ``,``      nothing: separates for the eye
-# =========  ===================================================
+# =========  ======================================================
 
-_TOKEN = re.compile(r"\*(?P<times>\d{1,9})|(?P<other>[EtL|(),])|(?P<space>\s+)")
+_TOKEN = re.compile(r"\*(?P<times>\d{1,9})|(?P<other>[EtmL|(),])|(?P<space>\s+)")
 #: Most letters of a written-out layout.
 _LONGEST = 10**6
 
@@ -159,31 +162,81 @@ def read_layout(text: str) -> tuple[int, ...]:
     Parameters
     ----------
     text
-        Value of ``--pipeline-model-parallel-layout``: ``E`` embedding, ``t`` layer, ``L`` loss,
-        ``|`` end of a stage, ``*n`` repetition, brackets for groups, commas for the eye.
+        Value of ``--pipeline-model-parallel-layout``: ``E`` embedding, ``t`` layer, ``m`` layer of
+        multi-token prediction, ``L`` loss, ``|`` end of a stage, ``*n`` repetition, brackets for
+        groups, commas for the eye. ``L`` stands once, for all losses, or once for each.
 
     Returns
     -------
     tuple of int
-        Layers of each stage, without embedding and loss; shape ``(n_stages,)``.
+        Layers of each stage, without embedding, multi-token prediction and losses; shape
+        ``(n_stages,)``.
 
     Examples
     --------
     >>> from pipesim.costs import read_layout
-    >>> read_layout("Et*2|(tt|)*3,t|L")
-    (2, 2, 2, 2, 1, 0)
+    >>> read_layout("Et*2|(tt|)*3,t|m|L")
+    (2, 2, 2, 2, 1, 0, 0)
     """
-    return layout_stages(text, "text")[0]
+    return tuple(stage.layers for stage in layout_stages(text, "text", has_mtp=True))
 
 
-def layout_stages(text: str, name: str) -> tuple[tuple[int, ...], list[int]]:
-    """Return the layers of each stage of a layout string, and the position of each stage's end.
+class StageModules(NamedTuple):
+    """Modules of a stage behind the last layer of a transformer, and what it sends on."""
 
-    ``name`` is the name of the argument. The end of a stage is its border, or the loss.
+    mtp: int  # layers of multi-token prediction
+    losses: int  # of the last layer and of `mtp`, each with a head
+    outputs: int = 1  # hidden states of its output
+
+
+class LayoutStage(NamedTuple):
+    """A stage of a layout string."""
+
+    layers: int
+    modules: StageModules
+    end: int  # position of its border in the text, or of the last loss
+
+
+def layout_modules(
+    split: object, mtp_layers: int, name: str = "layers_per_stage"
+) -> tuple[StageModules, ...]:
+    """Return the modules of each stage of a layout string; none if all are on the last stage.
+
+    Other splits have none. ``mtp_layers`` are those of the model.
+    """
+    if not isinstance(split, str) or "L" not in split:
+        return ()
+    modules = [stage.modules for stage in layout_stages(split, name, has_mtp=True)]
+    n = sum(stage.mtp for stage in modules)
+    if n != mtp_layers:
+        raise ArgumentError(
+            f"{name}={split!r:.60} has {n} layers of multi-token prediction (m), but the model has "
+            f"{mtp_layers}; write {mtp_layers} m behind the last t, or change mtp_layers of the "
+            "model (--mtp-num-layers)"
+        )
+    return tuple(modules) if any(any(stage[:2]) for stage in modules[:-1]) else ()
+
+
+def copied_stages(modules: Sequence[StageModules], *, is_tied: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of stages with copies of one matrix: of the embedding, of the LM head.
+
+    Multi-token prediction uses the embedding, and each stage with a loss the head. They are one
+    matrix if ``is_tied``.
+    """
+    mtp = {0, *(k for k, stage in enumerate(modules) if stage.mtp)}
+    heads = {k for k, stage in enumerate(modules) if stage.losses}
+    groups = [mtp | heads] if is_tied else [mtp, heads]
+    return tuple(tuple(sorted(group)) for group in groups if len(group) > 1)
+
+
+def layout_stages(text: str, name: str, *, has_mtp: bool = False) -> list[LayoutStage]:
+    """Return the stages of a layout string; ``m`` is a mistake unless ``has_mtp``.
+
+    ``name`` is the name of the argument.
     """
     places = _written_out(check_text(name, text), name)
     letters = "".join(text[place] for place in places)
-    n_embeddings, n_losses = letters.count("E"), letters.count("L")
+    n_embeddings, n_losses, n_mtp = (letters.count(letter) for letter in "ELm")
     place, reason = 0, ""
     if not letters.startswith("E"):
         reason = "the layout must begin with E, the embedding"
@@ -192,25 +245,65 @@ def layout_stages(text: str, name: str) -> tuple[tuple[int, ...], list[int]]:
             letters.rindex("E"),
             f"the embedding stands once, but E {n_embeddings} times",
         )
-    elif n_losses > 1:
-        place, reason = letters.index("L"), f"the loss stands once, but L {n_losses} times"
+    elif n_mtp and not has_mtp:
+        place, reason = letters.index("m"), "these stages have no multi-token prediction"
+    elif n_losses not in (0, 1, 1 + n_mtp):
+        or_all = f", or once for each of {1 + n_mtp} losses" if n_mtp else ""
+        place = letters.index("L")
+        reason = f"the loss stands once{or_all}, but L {n_losses} times"
     elif not n_losses or letters[-1] != "L":
         place, reason = len(letters) - 1, "the layout must end with L, the loss"
+    elif "m" in letters[: letters.rfind("t")]:
+        place, reason = letters.index("m"), "multi-token prediction stands behind the last t"
+    elif "L" in letters[: letters.rfind("t")]:
+        place, reason = letters.index("L"), "a loss stands behind the last t"
+    if not reason:
+        modules, place = _stage_modules(letters, n_mtp)
+        if place >= 0:
+            reason = "the losses of all layers before it were computed"
     if reason:
         raise layout_mistake(name, text, places[place] if places else 0, reason)
-    ends = [place for place, letter in zip(places, letters, strict=True) if letter in "|L"]
-    return tuple(stage.count("t") for stage in letters.split("|")), ends
+    borders = [place for place, letter in zip(places, letters, strict=True) if letter == "|"]
+    layers = [stage.count("t") for stage in letters.split("|")]
+    return list(map(LayoutStage, layers, modules, [*borders, places[-1]]))
 
 
-def write_layout(layers_per_stage: Sequence[int]) -> str:
+def _stage_modules(letters: str, n_mtp: int) -> tuple[list[StageModules], int]:
+    """Return the modules of each stage, and the position of a loss that has no layer, or -1.
+
+    Each loss is that of the last layer, or layer of multi-token prediction, without one. A message
+    carries the hidden states that still need a loss, and the one that the next ``m`` reads.
+    """
+    share = 1 if letters.count("L") > 1 else 1 + n_mtp
+    modules: list[StageModules] = []
+    mtp = losses = 0
+    without_loss, needs_loss, left = 1, True, n_mtp
+    for place, letter in enumerate([*letters, "|"]):
+        if letter == "m":
+            mtp, left, without_loss, needs_loss = mtp + 1, left - 1, without_loss + 1, True
+        elif letter == "L":
+            if without_loss < share:
+                return modules, place
+            losses, without_loss, needs_loss = losses + share, without_loss - share, False
+        elif letter == "|":
+            outputs = without_loss + (left > 0 and not needs_loss)
+            modules.append(StageModules(mtp, losses, max(1, outputs)))
+            mtp = losses = 0
+    return modules, -1
+
+
+def write_layout(layers_per_stage: Sequence[int], *, mtp_layers: int = 0) -> str:
     """Return the layout string of Megatron for the layers of each stage of a transformer.
 
-    The first stage has the embedding, too, and the last one has head and loss.
+    The first stage has the embedding, too, and the last one has multi-token prediction, head and
+    loss.
 
     Parameters
     ----------
     layers_per_stage
         Layers of each stage, whole numbers of at least 0.
+    mtp_layers
+        Layers of multi-token prediction.
 
     Returns
     -------
@@ -230,18 +323,19 @@ def write_layout(layers_per_stage: Sequence[int]) -> str:
         check_count(f"layers_per_stage: layers of stage {stage}", size, 0)
         for stage, size in enumerate(values)
     )
+    loss = f"{_layers(check_count('mtp_layers', mtp_layers, 0), 'm')}L"
     if not middle:
-        return f"E{_layers(first)}L"
+        return f"E{_layers(first)}{loss}"
     *middle, last = middle
     text = f"E{_layers(first)}|"
     for size, stages in groupby(middle):
         count = len(list(stages))
         text += f"({_layers(size)}|)*{count}" if count > 1 else f"{_layers(size)}|"
-    return f"{text}{_layers(last)}L"
+    return f"{text}{_layers(last)}{loss}"
 
 
-def _layers(size: int) -> str:
-    return f"t*{size}" if size > 1 else "t" * size
+def _layers(size: int, letter: str = "t") -> str:
+    return f"{letter}*{size}" if size > 1 else letter * size
 
 
 def _written_out(text: str, name: str) -> list[int]:
@@ -282,7 +376,7 @@ def _written_out(text: str, name: str) -> list[int]:
 def _unknown(name: str, text: str, position: int) -> ArgumentError:
     if text[position] != "*":
         return layout_mistake(
-            name, text, position, "only E, t, L, |, *n, groups and commas are known"
+            name, text, position, "only E, t, m, L, |, *n, groups and commas are known"
         )
     if position + 1 == len(text):
         return layout_mistake(name, text, position, "a whole number must follow it, such as *4")

@@ -135,10 +135,10 @@ def _compute_seconds(costs: Costs, routes: KindRoutes) -> Floats:
 
 
 def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
-    """Add the sum of a tied matrix's gradients to STEP of the first and the last stage.
+    """Add the sums of tied matrices' gradients to STEP of the stages that have copies.
 
     It is for graphs without tied stages, whose REDUCE_TIED has these seconds. Each replica sums
-    those of its own two copies. A device with both copies has no sum to make.
+    those of its own copies, once a device. A device with all copies has no sum to make.
     """
     graph = routes.graph
     if isinstance(costs.tied_bytes, tuple):
@@ -146,13 +146,15 @@ def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
             f"tied_bytes are of {len(costs.tied_bytes)} groups of tied stages, but the graph has "
             "none; lower with tied=, such as [(0, 3)], or give one number"
         )
-    kinds, last = graph.kinds, graph.n_stages - 1
-    ends = (kinds.op == Op.STEP) & ((kinds.stage == 0) | (kinds.stage == last))
-    for replica, devices in enumerate(graph.homes[:, [0, last]]):
-        if devices[0] != devices[1]:
-            rows = ends & (kinds.replica == replica)
-            members = routes.true_devices(devices)
-            duration[rows] += costs.network.all_reduce(costs.tied_bytes, members, "fastest")
+    kinds = graph.kinds
+    for group in costs.tied_stages or ((0, graph.n_stages - 1),):
+        for replica, homes in enumerate(graph.homes[:, group]):
+            devices, first = np.unique(homes, return_index=True)
+            if len(devices) > 1:
+                rows = (kinds.op == Op.STEP) & (kinds.replica == replica)
+                rows &= np.isin(kinds.stage, np.array(group)[first])
+                members = routes.true_devices(devices)
+                duration[rows] += costs.network.all_reduce(costs.tied_bytes, members, "fastest")
 
 
 def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:

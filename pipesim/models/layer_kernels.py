@@ -457,42 +457,13 @@ def embedding_kernels(shard: Shard) -> OperationKernels:
 
 
 def head_kernels(shard: Shard) -> OperationKernels:
-    """Return the kernels of final norm, LM head and loss, whose logits are in 32 bits.
+    """Return the kernels of final norm, LM head and one loss, whose logits are in 32 bits.
 
     The cross-entropy is that of Megatron-LM over a split vocabulary: a cast, the largest logit, its
     subtraction, exponentials, their sum, and the probabilities that the backward keeps. A fused
     loss reads the logits for the sums of exponentials, and again to replace them by their gradient,
     which the backward multiplies by that of the loss.
-
-    Each of ``mtp_layers`` has all of these once more, and what comes before its layer: embedding of
-    the next tokens, norms of it and of the last layer's output, their concatenation, and its map
-    (Megatron-LM, ``multi_token_prediction.py``).
     """
-    own, n = _head(shard), shard.model.mtp_layers
-    if not n:
-        return own
-    before = _mtp_inputs(shard)
-    return OperationKernels(
-        own.forward + n * (before.forward + own.forward),
-        own.input_grad + n * (own.input_grad + before.input_grad),
-        own.weight_grad + n * (own.weight_grad + before.weight_grad),
-    )
-
-
-def _mtp_inputs(shard: Shard) -> OperationKernels:
-    sizes, embedding, h = KernelSizes(shard), embedding_kernels(shard), shard.model.hidden_size
-    norm, _ = _norm_and_residual(sizes)
-    e, wide = shard.model.bytes_per_activation, Matrix(2 * h, h / shard.tensor_parallel)
-    both = (Kernel("concatenation", nbytes=4 * e * h * sizes.share),)
-    return OperationKernels(
-        embedding.forward + 2 * norm.forward + both + sizes.forward_product("mtp", wide),
-        sizes.input_grad("mtp", wide) + both + 2 * norm.input_grad + embedding.input_grad,
-        sizes.weight_grad("mtp", wide, bias=False) + 2 * norm.weight_grad + embedding.weight_grad,
-    )
-
-
-def _head(shard: Shard) -> OperationKernels:
-    """Return the kernels of one final norm, LM head and loss."""
     sizes, model, t = KernelSizes(shard), shard.model, shard.tensor_parallel
     h, v, e = model.hidden_size, model.vocabulary_size / t, model.bytes_per_activation
     logits = v * sizes.tokens
@@ -515,6 +486,23 @@ def _head(shard: Shard) -> OperationKernels:
         ),
         sizes.weight_grad("logits", Matrix(h, v), bias=False),
     )  # fmt: skip
+
+
+def mtp_kernels(shard: Shard) -> OperationKernels:
+    """Return the kernels of what comes before the layer of one of ``mtp_layers``.
+
+    That is the embedding of the next tokens, norms of it and of the output of the layer before,
+    their concatenation, and its map (Megatron-LM, ``multi_token_prediction.py``).
+    """
+    sizes, embedding, h = KernelSizes(shard), embedding_kernels(shard), shard.model.hidden_size
+    norm, _ = _norm_and_residual(sizes)
+    e, wide = shard.model.bytes_per_activation, Matrix(2 * h, h / shard.tensor_parallel)
+    both = (Kernel("concatenation", nbytes=4 * e * h * sizes.share),)
+    return OperationKernels(
+        embedding.forward + 2 * norm.forward + both + sizes.forward_product("mtp", wide),
+        sizes.input_grad("mtp", wide) + both + 2 * norm.input_grad + embedding.input_grad,
+        sizes.weight_grad("mtp", wide, bias=False) + 2 * norm.weight_grad + embedding.weight_grad,
+    )
 
 
 # Kernels of attention between its linear maps: rotary positions, and the attention core.
@@ -818,4 +806,5 @@ def _parts(shard: Shard) -> dict[str, OperationKernels]:
         parts["layer"] = layer_kernels(shard)
     if n_experts:
         parts["expert layer"] = layer_kernels(shard, experts=True)
-    return {**parts, "embedding": embedding_kernels(shard), "head": head_kernels(shard)}
+    parts |= {"embedding": embedding_kernels(shard), "head": head_kernels(shard)}
+    return {**parts, "mtp": mtp_kernels(shard)} if shard.model.mtp_layers else parts

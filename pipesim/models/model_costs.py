@@ -13,7 +13,13 @@ import numpy as np
 
 from pipesim.costs.cost_fields import Workload
 from pipesim.costs.costs import Costs, replace_stages
-from pipesim.costs.layer_split import LayerPartition, Split, checked_counts
+from pipesim.costs.layer_split import (
+    LayerPartition,
+    Split,
+    checked_counts,
+    copied_stages,
+    layout_stages,
+)
 from pipesim.costs.microbatch_costs import joined_microbatches, most_costs
 from pipesim.costs.rows import PerStage
 from pipesim.errors import ArgumentError, check_name
@@ -21,7 +27,7 @@ from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.model_sizes import SIZES_OF_SOME, check_divides, check_size
 from pipesim.models.parallel import PARALLEL, Parallel
 from pipesim.models.placed_split import LayerModel, Placed, is_word, placed_sizes, stage_sizes
-from pipesim.models.shard import Shard
+from pipesim.models.shard import Shard, with_layout
 from pipesim.models.shard_sizes import StageKey, exchanged_gradients, stage_keys
 from pipesim.models.stage_seconds import GpuSeconds, stage_seconds, warn_of_misaligned_heads
 from pipesim.models.transformer import Transformer
@@ -67,6 +73,9 @@ def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
     if "n_layers" not in settings and not is_counted:
         counts = checked_counts(layers_per_stage, "layers_per_stage", ends_may_be_empty=True)
         settings = {**settings, "n_layers": sum(counts)}
+        if isinstance(layers_per_stage, str) and "mtp_layers" not in settings:
+            stages = layout_stages(layers_per_stage, "layers_per_stage", has_mtp=True)
+            settings["mtp_layers"] = sum(stage.modules.mtp for stage in stages)
     needed = [name for name, default in sizes.items() if default is MISSING]
     needed += [name for name, p in named.items() if p.default is p.empty]
     missing = [name for name in needed if name not in settings]
@@ -104,6 +113,8 @@ def model_costs(
     rates = None if gpu is None else as_gpu(gpu)
     if rates is not None:
         warn_of_misaligned_heads(shard, rates)
+    if isinstance(layers_per_stage, str) and not is_word(layers_per_stage):
+        shard = with_layout(shard, layers_per_stage)
     shards = microbatch_shards(shard, lengths, slices, context)
     n_wholes = len(context) if lengths is None else len(lengths)
 
@@ -129,7 +140,7 @@ def model_costs(
     for name in ("optimizer_step", "launch"):
         costs.per_stage(name, len(sizes))  # refuses values of another number of stages
     settings = {
-        "layers_per_stage": list(sizes),
+        "layers_per_stage": layers_per_stage if shard.modules else list(sizes),
         "launch": costs.launch,
         **_run_settings(shard, rates, flops_per_second),
     }
@@ -354,7 +365,12 @@ class ShardCosts:
         if optimizer_step is not None:
             self._fixed["optimizer_step"] = optimizer_step
         elif gpu is not None:
-            self._tied_bytes = shard.copied_parameters * shard.model.bytes_per_gradient
+            model = shard.model
+            has_copies = model.tied_embeddings or bool(model.mtp_layers)
+            if shard.modules:
+                has_copies = bool(copied_stages(shard.modules, is_tied=model.tied_embeddings))
+            matrix = model.vocabulary_size * model.hidden_size / shard.tensor_parallel
+            self._tied_bytes = has_copies * matrix * model.bytes_per_gradient
         self._stages: dict[StageKey, tuple[float, ...]] = {}
         self._several: Costs | None = None
         self._names: tuple[str, ...] = ()
@@ -362,7 +378,7 @@ class ShardCosts:
     def __call__(self, sizes: Sequence[int]) -> Costs:
         """Return the costs of stages with these many layers."""
         end, stages = len(sizes) - 1, self._stages
-        keys = stage_keys(self._shard.model, sizes)
+        keys = stage_keys(self._shard, sizes)
         is_kept = stages.keys() >= {*keys} and sum(sizes) == self._shard.model.n_layers
         if not is_kept or self._several is None:
             values: dict[str, Any] = {

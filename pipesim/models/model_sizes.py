@@ -69,9 +69,13 @@ def mtp_matrix(model: Transformer) -> int:
 
 def end_flops(model: Transformer, microbatch_size: int) -> int:
     """Return the FLOPs behind the last layer, forward: LM heads, and maps of ``mtp_layers``."""
-    maps = 2 * microbatch_size * model.sequence_length * mtp_matrix(model)
     head = model.head_flops(microbatch_size)
-    return head + model.mtp_layers * (head + maps)
+    return head + model.mtp_layers * (head + mtp_flops(model, microbatch_size))
+
+
+def mtp_flops(model: Transformer, microbatch_size: int) -> int:
+    """Return the FLOPs of the map before the layer of one of ``mtp_layers``, forward."""
+    return 2 * microbatch_size * model.sequence_length * mtp_matrix(model)
 
 
 def expert_matrix(model: Transformer) -> int:

@@ -6,9 +6,15 @@ Letters and sources are those of `pipesim.models.transformer`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pipesim.costs.layer_split import LayerPartition, Split, checked_split
+from pipesim.costs.layer_split import (
+    LayerPartition,
+    Split,
+    StageModules,
+    checked_split,
+    layout_modules,
+)
 from pipesim.errors import ArgumentError
 from pipesim.models.model_sizes import OptionalSize, Size, check_divides, check_size, mtp_matrix
 from pipesim.models.parallel import Parallel
@@ -27,6 +33,7 @@ from pipesim.models.shard_sizes import (
     recomputes,
     routed_matrices,
     shared_matrices,
+    stage_keys,
     stage_parameters,
 )
 from pipesim.models.stage_memory import (
@@ -34,6 +41,7 @@ from pipesim.models.stage_memory import (
     head_operations,
     kept_bytes,
     layer_operations,
+    mtp_operations,
     stage_workspaces,
 )
 from pipesim.models.stage_seconds import stage_seconds
@@ -60,6 +68,9 @@ class Shard(Parallel):
         Groups of ``tensor_parallel * context_parallel`` GPUs in a device, each of which computes
         sequences of its own at the same time. `Parallel` has one; more are those of a micro-batch
         with a smaller ``context_parallel`` than others.
+    modules
+        Layers of multi-token prediction and losses of each stage, and the hidden states that it
+        sends; empty (the default) if the last stage has all of them. Layouts of Megatron give them.
 
     Examples
     --------
@@ -75,6 +86,7 @@ class Shard(Parallel):
     documents: tuple[int, ...] = field(default=(), kw_only=True)
     prefix: OptionalSize = field(default=0, kw_only=True)
     context_groups: Size = field(default=1, kw_only=True)
+    modules: tuple[StageModules, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", _checked_documents(self))
@@ -241,12 +253,11 @@ class Shard(Parallel):
 
     @property
     def head_activation_bytes(self) -> float:
-        """Bytes that final norm, LM head and loss keep: two inputs, and logits in 32 bits.
+        """Bytes that final norm, LM head and one loss keep: two inputs, and logits in 32 bits.
 
         4sbh/t(1 + v/h) with sequence parallelism (arXiv 2205.05198, section 4.3), else
         4sbh + 4sbv/t. They are not recomputed. The vocabulary is not padded. With ``fused_loss``,
-        logits have 16 bits. Each of ``mtp_layers`` keeps as many, and the inputs of two norms and
-        of the map of 2h to h.
+        logits have 16 bits. The loss of each of ``mtp_layers`` keeps as many.
         """
         return kept_bytes(head_operations(self))
 
@@ -289,17 +300,18 @@ class Shard(Parallel):
 
     @property
     def head_parameters(self) -> float:
-        """Parameters of final norm and LM head, and of ``mtp_layers`` without their layers.
-
-        Norms are whole.
-        """
+        """Parameters of final norm, which is whole, and LM head."""
         model = self.model
-        own = self._split_parameters(model.head_parameters, model.norm_parameters)
-        norms = 3 * model.norm_parameters
-        return own + model.mtp_layers * self._split_parameters(mtp_matrix(model) + norms, norms)
+        return self._split_parameters(model.head_parameters, model.norm_parameters)
+
+    @property
+    def mtp_input_parameters(self) -> float:
+        """Parameters of one of ``mtp_layers`` without its layer: a map and three whole norms."""
+        norms = 3 * self.model.norm_parameters
+        return self._split_parameters(mtp_matrix(self.model) + norms, norms)
 
     def stage_parameters(self, layers_per_stage: Split) -> tuple[float, ...]:
-        """Return the parameters of each stage; the last of several has a copy of a shared matrix.
+        """Return the parameters of each stage, with copies of matrices that several use.
 
         Parameters
         ----------
@@ -311,7 +323,7 @@ class Shard(Parallel):
         tuple
             Parameters of one GPU, one number a stage.
         """
-        return stage_parameters(self, self._sizes(layers_per_stage))
+        return stage_parameters(*self._split(layers_per_stage))
 
     def stages(
         self,
@@ -372,12 +384,13 @@ class Shard(Parallel):
         >>> fields["backward"][0] / fields["forward"][0]
         2.0
         """
-        seconds = stage_seconds(self, None, flops_per_second, None)
+        own = with_layout(self, layers_per_stage)
+        seconds = stage_seconds(own, None, flops_per_second, None)
         n_layers = self.model.n_layers
         sizes = stage_sizes(
             layers_per_stage, partition, n_layers, seconds.layers, *seconds.parts[1:]
         )
-        return {**seconds.stages(sizes), **self.stage_bytes(sizes)}
+        return {**seconds.stages(sizes), **own.stage_bytes(sizes)}
 
     def stage_bytes(self, layers_per_stage: Split) -> dict[str, tuple[float, ...]]:
         """Return the fields of `Costs` in bytes, one value a stage.
@@ -392,43 +405,48 @@ class Shard(Parallel):
         dict
             Tuples of bytes of one GPU, by name of the field.
         """
-        sizes = self._sizes(layers_per_stage)
-        model, parameters = self.model, self.stage_parameters(sizes)
-        mtp = model.mtp_layers
+        own, sizes = self._split(layers_per_stage)
+        model, parameters = self.model, stage_parameters(own, sizes)
         logit_size = model.bytes_per_activation if self.fused_loss else FP32_BYTES
         logit_bytes = self.tokens * logit_size * model.vocabulary_size / self.tensor_parallel
         return {
-            "output_bytes": (self.output_bytes,) * len(sizes),
+            "output_bytes": tuple(self.output_bytes * x.outputs for x in stage_keys(own, sizes)),
             "activation_bytes": per_stage(
-                model,
+                own,
                 sizes,
                 self.layer_activation_bytes,
                 self.embedding_activation_bytes,
                 self.head_activation_bytes,
                 experts=self.expert_layer_activation_bytes,
+                mtp=kept_bytes(mtp_operations(self)),
             ),
             # Embedding: the gradient of its output. Head: its input and the gradient of the logits;
-            # MTP: those, and input and output of its map.
+            # MTP: input and output of its map.
             "weight_grad_bytes": per_stage(
-                model,
+                own,
                 sizes,
                 self.layer_weight_grad_bytes,
                 self._input_bytes,
-                self._input_bytes + logit_bytes + mtp * (4 * self._input_bytes + logit_bytes),
+                self._input_bytes + logit_bytes,
                 experts=self.expert_layer_weight_grad_bytes,
+                mtp=3 * self._input_bytes,
             ),
             "parameter_bytes": tuple(n * model.bytes_per_parameter for n in parameters),
             "gradient_bytes": tuple(n * model.bytes_per_gradient for n in parameters),
             "optimizer_bytes": tuple(
-                n * optimizer_bytes(self) for n in optimizer_parameters(self, sizes)
+                n * optimizer_bytes(self) for n in optimizer_parameters(own, sizes)
             ),
-            **stage_workspaces(self, sizes),
-            **copied_bytes(self, sizes),
+            **stage_workspaces(own, sizes),
+            **copied_bytes(own, sizes),
         }
 
-    def _sizes(self, layers_per_stage: Split) -> tuple[int, ...]:
-        n_layers = self.model.n_layers
-        return checked_split(layers_per_stage, n_layers, "layers_per_stage", ends_may_be_empty=True)
+    def _split(self, layers_per_stage: Split) -> tuple[Shard, tuple[int, ...]]:
+        """Return the shard with its modules, and the layers of each stage."""
+        if self.modules and not isinstance(layers_per_stage, (str, int)):
+            return self, tuple(layers_per_stage)  # checked, of the layout that gave the modules
+        n_layers, name = self.model.n_layers, "layers_per_stage"
+        sizes = checked_split(layers_per_stage, n_layers, name, ends_may_be_empty=True)
+        return with_layout(self, layers_per_stage), sizes
 
     @property
     def _latent_parameters(self) -> int:
@@ -454,16 +472,15 @@ class Shard(Parallel):
         """Bytes of a layer's input, and of a stage's output, on one GPU: 2sbh or 2sbh/t."""
         return self.tokens * self.model.bytes_per_activation * self.model.hidden_size / self._whole
 
-    @property
-    def copied_parameters(self) -> float:
-        """Parameters of the last stage's copy of the embedding, for a tied head or MTP."""
-        model = self.model
-        matrix = model.vocabulary_size * model.hidden_size / self.tensor_parallel
-        return matrix if model.tied_embeddings or model.mtp_layers else 0.0
-
     def _split_parameters(self, total: int, whole: int) -> float:
         """Return the parameters on one GPU, of ``total`` of which ``whole`` are not split."""
         return (total - whole) / self.tensor_parallel + whole
+
+
+def with_layout(shard: Shard, layers_per_stage: Split) -> Shard:
+    """Return a shard with the ``modules`` of a layout string; as it is for other splits."""
+    modules = layout_modules(layers_per_stage, shard.model.mtp_layers)
+    return replace(shard, modules=modules) if modules else shard
 
 
 #: Settings that a model without experts does not have.

@@ -191,7 +191,8 @@ class GroupCollectives(NamedTuple):
 
     layer: PartCollectives = PartCollectives()  # dense
     embedding: PartCollectives = PartCollectives()
-    head: PartCollectives = PartCollectives()
+    head: PartCollectives = PartCollectives()  # with one loss
+    mtp: PartCollectives = PartCollectives()  # embedding and map before a layer of MTP
     # Of a layer with experts: before, between and after its exchanges of tokens.
     attention: PartCollectives = PartCollectives()
     experts: PartCollectives = PartCollectives()
@@ -238,11 +239,8 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
         return GroupCollectives(
             PartCollectives((two,), (back,), (), (two,) if full else (one,) * of_half),
             PartCollectives((one,)),
-            _with_mtp(
-                shard,
-                PartCollectives((loss,), (one,)),
-                PartCollectives((one, out[0]), (out[1],)),
-            ),
+            PartCollectives((loss,), (one,)),
+            PartCollectives((one, out[0]), (out[1],)),
             *_whole_expert_collectives(shard, one),
         )
     half, wide = Collective(nbytes, is_half=True), Collective(2 * nbytes, is_half=True)
@@ -260,24 +258,10 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
     return GroupCollectives(
         layer,
         PartCollectives((half,), (half,)),
-        _with_mtp(
-            shard,
-            PartCollectives((half, loss), (half,), (half,)),
-            PartCollectives((half, wide, half), (half, wide, half), (wide,)),
-        ),
+        PartCollectives((half, loss), (half,), (half,)),
+        PartCollectives((half, wide, half), (half, wide, half), (wide,)),
         *_expert_collectives(shard, half),
     )
-
-
-def _with_mtp(shard: Shard, head: PartCollectives, inputs: PartCollectives) -> PartCollectives:
-    """Return the collectives of the head with those of ``mtp_layers``, each of which has a head.
-
-    ``inputs`` are those of the embedding and of the map of 2h to h elements, whose outputs are
-    gathered.
-    """
-    n = shard.model.mtp_layers
-    module = map(tuple.__add__, head, inputs)
-    return PartCollectives(*(own + n * more for own, more in zip(head, module, strict=True)))
 
 
 def _gather(shard: Shard) -> Collective:
@@ -425,7 +409,7 @@ def expert_fields(
     if not shard.model.n_expert_layers or shard.expert_parallel == 1:
         return {}
     n, (dispatched, back) = len(sizes), exchange_bytes(shard)
-    keys = stage_keys(shard.model, sizes)
+    keys = stage_keys(shard, sizes)
     fields: dict[str, tuple[float, ...]] = {
         "expert_layers": tuple(float(key.n_experts) for key in keys),
         "dispatch_bytes": (dispatched,) * n,

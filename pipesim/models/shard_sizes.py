@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipesim.costs.layer_split import StageModules
+
 if TYPE_CHECKING:
     from pipesim.models.shard import Shard
     from pipesim.models.transformer import Transformer
@@ -114,50 +116,67 @@ def fuses_weight_grads(shard: Shard) -> bool:
 
 
 class StageKey(NamedTuple):
-    """Layers of a stage on which its values depend; those of ``mtp_layers`` are among them."""
+    """Modules of a stage on which its values depend."""
 
-    n_dense: int  # layers without experts
-    n_experts: int  # layers with experts
+    n_dense: int  # layers without experts, those of MTP included
+    n_experts: int  # layers with experts, those of MTP included
     is_first: bool  # has the embedding
-    is_last: bool  # has the LM head
+    losses: int  # each with an LM head, whose matrix they share
+    mtp: int = 0  # layers of multi-token prediction
+    outputs: int = 1  # hidden states of its output
 
     def total(
-        self, layer: float, first: float = 0.0, last: float = 0.0, experts: float = 0.0
+        self,
+        layer: float,
+        first: float = 0.0,
+        loss: float = 0.0,
+        experts: float = 0.0,
+        mtp: float = 0.0,
     ) -> float:
-        """Return the sum over layers and ends, of which each has the given value."""
-        dense = self.n_dense * layer + first * self.is_first + last * self.is_last
-        return dense + self.n_experts * experts if self.n_experts else dense
+        """Return the sum over the modules, of which each has the given value.
+
+        ``mtp`` is the value of what comes before the layer of one of ``mtp_layers``.
+        """
+        total = self.n_dense * layer + first * self.is_first + loss * self.losses
+        if self.mtp:
+            total += mtp * self.mtp
+        return total + self.n_experts * experts if self.n_experts else total
 
 
-def stage_keys(model: Transformer, sizes: Sequence[int]) -> list[StageKey]:
-    """Return the layers of each stage, given their number; the model's first ones are dense."""
-    end, keys, dense = len(sizes) - 1, [], model.n_layers - model.n_expert_layers
-    mtp = model.mtp_layers
-    for stage, n in enumerate(sizes):
+def stage_keys(shard: Shard, sizes: Sequence[int]) -> list[StageKey]:
+    """Return the modules of each stage, given its layers; the model's first ones are dense."""
+    model, keys = shard.model, list[StageKey]()
+    dense = model.n_layers - model.n_expert_layers
+    modules = shard.modules
+    if not modules:  # the last stage has all
+        last = StageModules(model.mtp_layers, 1 + model.mtp_layers)
+        modules = (*(StageModules(0, 0),) * (len(sizes) - 1), last)
+    for stage, (n, (mtp, losses, outputs)) in enumerate(zip(sizes, modules, strict=True)):
         n_dense = min(n, dense)
         dense -= n_dense
         n_experts = n - n_dense
-        if mtp and stage == end:
+        if mtp:
             n_dense += mtp * (model.n_expert_layers == 0)
             n_experts += mtp * (model.n_expert_layers > 0)
-        keys.append(StageKey(n_dense, n_experts, stage == 0, stage == end))
+        keys.append(StageKey(n_dense, n_experts, stage == 0, losses, mtp, outputs))
     return keys
 
 
 def per_stage(
-    model: Transformer,
+    shard: Shard,
     sizes: Sequence[int],
     layer: float,
     first: float = 0.0,
-    last: float = 0.0,
+    loss: float = 0.0,
     *,
     experts: float = 0.0,
+    mtp: float = 0.0,
 ) -> tuple[float, ...]:
-    """Return the value of each stage: the sum over its layers, plus ``first`` or ``last``.
+    """Return the value of each stage: the sum over its modules; see `StageKey.total`.
 
     ``layer`` is the value of a dense layer, and ``experts`` that of a layer with experts.
     """
-    return tuple(key.total(layer, first, last, experts) for key in stage_keys(model, sizes))
+    return tuple(key.total(layer, first, loss, experts, mtp) for key in stage_keys(shard, sizes))
 
 
 def each_layer(model: Transformer, layer: float, experts: float) -> list[float]:
@@ -187,17 +206,29 @@ def mean_layer(model: Transformer, layer: float, experts: float) -> float:
 
 
 def dense_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
-    """Return the parameters of each stage on one GPU without those of experts."""
-    copied = shard.copied_parameters if len(sizes) > 1 else 0.0
-    return per_stage(
-        shard.model, sizes, shard.layer_parameters, shard.embedding_parameters,
-        shard.head_parameters + copied, experts=shard.expert_layer_parameters,
-    )  # fmt: skip
+    """Return the parameters of each stage on one GPU without those of experts.
+
+    Losses of a stage share its LM head. Beside the first stage, one with MTP has a copy of the
+    embedding, and so has one with a tied head.
+    """
+    model, embedding = shard.model, shard.embedding_parameters
+    matrix = model.vocabulary_size * model.hidden_size / shard.tensor_parallel
+
+    def total(key: StageKey) -> float:
+        layers = key.total(
+            shard.layer_parameters, embedding, 0.0, shard.expert_layer_parameters,
+            shard.mtp_input_parameters,
+        )  # fmt: skip
+        uses = key.mtp or (key.losses and model.tied_embeddings)
+        copied = matrix if uses and not key.is_first else 0.0
+        return layers + shard.head_parameters * (key.losses > 0) + copied
+
+    return tuple(map(total, stage_keys(shard, sizes)))
 
 
 def routed_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
     """Return the parameters of the experts of each stage on one GPU."""
-    return per_stage(shard.model, sizes, 0.0, experts=shard.routed_parameters)
+    return per_stage(shard, sizes, 0.0, experts=shard.routed_parameters)
 
 
 def stage_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:

@@ -281,7 +281,7 @@ def embedding_operations(shard: Shard) -> tuple[Operation, ...]:
 
 @lru_cache(maxsize=256)
 def head_operations(shard: Shard) -> tuple[Operation, ...]:
-    """Return final norm, LM head and loss; and those of ``mtp_layers`` with what comes before them.
+    """Return final norm, LM head and one loss.
 
     The loss is Megatron-LM's cross-entropy: a copy of the logits in 32 bits becomes their softmax,
     which is kept, and then their gradient, of which the LM head gets a copy in 16 bits. A fused
@@ -294,7 +294,7 @@ def head_operations(shard: Shard) -> tuple[Operation, ...]:
     loss = Operation("loss", x.softmax, x.logits, x.logits)
     if shard.fused_loss:
         loss = Operation("loss", x.logits, 0.0, 0.0)
-    head = (
+    return (
         Operation("norm", x.hidden, x.hidden, 2 * x.hidden),
         Operation(
             "logits",
@@ -304,10 +304,18 @@ def head_operations(shard: Shard) -> tuple[Operation, ...]:
         ),
         loss,
     )
+
+
+@lru_cache(maxsize=256)
+def mtp_operations(shard: Shard) -> tuple[Operation, ...]:
+    """Return what comes before the layer of one of ``mtp_layers``: embedding, two norms, map."""
+    x, model = shard_tensors(shard), shard.model
+    columns = model.vocabulary_size / shard.tensor_parallel
+    weight = model.bytes_per_parameter * columns * model.hidden_size
     gradient = model.bytes_per_parameter * elements(
         Matrix(2 * model.hidden_size, model.hidden_size / shard.tensor_parallel)
     )
-    inputs = (
+    return (
         Operation("embedding", x.mask, x.all_hidden + x.hidden, x.hidden + x.gathered + weight),
         Operation("norms", 2 * x.hidden, 2 * x.hidden, 6 * x.hidden),
         Operation(
@@ -317,7 +325,6 @@ def head_operations(shard: Shard) -> tuple[Operation, ...]:
             2 * (x.all_hidden + x.gathered) + x.hidden + gradient,
         ),
     )
-    return head + model.mtp_layers * (inputs + head)
 
 
 def kept_bytes(operations: Iterable[Operation]) -> float:
@@ -332,24 +339,27 @@ def stage_workspaces(shard: Shard, sizes: Sequence[int]) -> dict[str, tuple[floa
     operation's forward has not yet got what later ones keep. Its backward has it no longer.
     """
     workspaces = _workspaces(shard)
-    forward, backward = zip(*map(workspaces, stage_keys(shard.model, sizes)), strict=True)
+    forward, backward = zip(*map(workspaces, stage_keys(shard, sizes)), strict=True)
     return {"forward_workspace_bytes": forward, "backward_workspace_bytes": backward}
 
 
 @lru_cache(maxsize=256)
 def _workspaces(shard: Shard) -> Callable[[StageKey], tuple[float, float]]:
     """Return the workspace of F and of B of a stage as a function that keeps its results."""
-    ends = (embedding_operations(shard), head_operations(shard))
+    embedding, head, mtp = (
+        x(shard) for x in (embedding_operations, head_operations, mtp_operations)
+    )
     dense, experts = linear_elements(shard)
     copies = 2 * shard.operand_bytes if shard.precision in FORMATS else 0.0
 
     @cache
     def workspaces(key: StageKey) -> tuple[float, float]:
         operations = (
-            *(ends[0] if key.is_first else ()),
+            *(embedding if key.is_first else ()),
             *_layers(shard, key.n_dense, experts=False),
             *_layers(shard, key.n_experts, experts=True),
-            *(ends[1] if key.is_last else ()),
+            *(key.mtp * mtp),
+            *(key.losses * head),
         )
         backward = _most(operations, "backward") + _weight_grad_buffers(shard, key)
         held = copies * key.total(dense, experts=experts)

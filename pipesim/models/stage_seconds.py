@@ -21,9 +21,10 @@ from pipesim.models.layer_kernels import (
     head_kernels,
     layer_kernels,
     layer_segments,
+    mtp_kernels,
     shared_kernels,
 )
-from pipesim.models.model_sizes import checked_value, end_flops, expert_matrix
+from pipesim.models.model_sizes import checked_value, end_flops, expert_matrix, mtp_flops
 from pipesim.models.precision import FORMATS
 from pipesim.models.shard_collectives import (
     AnyCollective,
@@ -83,21 +84,24 @@ class RateSeconds:
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """See `StageSeconds`."""
         model, rate = self.shard.model, self._rate
-        head = end_flops(model, self.shard.microbatch_size) / rate
+        b = self.shard.microbatch_size
+        head, mtp = model.head_flops(b) / rate, mtp_flops(model, b) / rate
 
-        def stage_values(cores: int, linears: int, last: float, again: bool) -> tuple[float, ...]:
+        def stage_values(cores: int, linears: int, ends: int, again: bool) -> tuple[float, ...]:
             dense, expert = (
                 (linears * linear + cores * core + again * recomputed) / rate
                 for linear, core, recomputed in map(self._flops, (False, True))
             )
-            return per_stage(model, sizes, dense, last=last, experts=expert)
+            return per_stage(
+                self.shard, sizes, dense, loss=ends * head, experts=expert, mtp=ends * mtp
+            )
 
-        forward = stage_values(1, 1, head, again=False)
+        forward = stage_values(1, 1, 1, again=False)
         return {
             "forward": forward,
-            "backward": stage_values(2, 2, 2 * head, again=True),
-            "input_grad": stage_values(2, 1, head, again=True),
-            "weight_grad": stage_values(0, 1, head, again=False),
+            "backward": stage_values(2, 2, 2, again=True),
+            "input_grad": stage_values(2, 1, 1, again=True),
+            "weight_grad": stage_values(0, 1, 1, again=False),
             "recompute": forward,
             **expert_fields(self.shard, sizes, None),
         }
@@ -226,11 +230,11 @@ def _check_gpus(gpus_per_device: int, shard: Shard) -> None:
 
 
 class StageSeconds(Protocol):
-    """Seconds of stages, of which the first has the embedding and the last the head."""
+    """Seconds of stages, of which the first has the embedding."""
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of F and B of a layer, of the embedding, and of head and loss.
+        """Seconds of F and B of a layer, of the embedding, and of MTP, heads and losses.
 
         Layers of a model with experts differ; the seconds are their mean.
         """
@@ -248,7 +252,7 @@ class StageSeconds(Protocol):
 
 
 class _Work(NamedTuple):
-    """Work of an operation on a layer, on the embedding, on the head, or on a stage."""
+    """Work of an operation on a module, or on a stage."""
 
     busy: float  # seconds of kernels and collectives
     launches: float  # number of launches of the host
@@ -280,12 +284,12 @@ class GpuSeconds:
     @cached_property
     def parts(self) -> tuple[float, float, float]:
         """See `StageSeconds`."""
-        layer, embedding, head = (
+        layer, embedding, head, mtp = (
             sum(self._seconds(work[name]) for name in ("forward", "backward"))
-            for work in (self._layer, self._embedding, self._head)
+            for work in (self._layer, self._embedding, self._head, self._mtp)
         )
         model, experts = self.shard.model, self._expert_layer_seconds
-        head += model.mtp_layers * (experts if model.n_expert_layers else layer)
+        head += model.mtp_layers * (head + mtp + (experts if model.n_expert_layers else layer))
         return mean_layer(model, layer, experts), embedding, head
 
     @property
@@ -305,14 +309,15 @@ class GpuSeconds:
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """See `StageSeconds`."""
         kept, rows = self._kept, []
-        for key in stage_keys(self.shard.model, sizes):
+        keys = stage_keys(self.shard, sizes)
+        for key in keys:
             if key not in kept:
                 kept[key] = tuple(self._seconds(self._of_stage(name, key)) for name in _FIELDS)
             rows.append(kept[key])
         return {
             **dict(zip(_FIELDS, zip(*rows, strict=True), strict=True)),
             "optimizer_step": self._optimizer_steps(sizes),
-            "output_seconds": (self._message_seconds,) * len(sizes),
+            "output_seconds": tuple(self._message_seconds(key.outputs) for key in keys),
             **expert_fields(self.shard, sizes, self.network),
             **self._unshared_steps(sizes),
         }
@@ -322,7 +327,7 @@ class GpuSeconds:
         model = self.shard.model
         if not model.n_expert_layers or self.shard.expert_parallel == 1:
             return None
-        return tuple(map(self._stage_segments, stage_keys(model, sizes)))
+        return tuple(map(self._stage_segments, stage_keys(self.shard, sizes)))
 
     def _stage_segments(self, key: StageKey) -> tuple[tuple[float, ...], ...]:
         return tuple(
@@ -330,7 +335,7 @@ class GpuSeconds:
                 key.n_experts,
                 before=self._embedding[name].busy * key.is_first
                 + self._layer[name].busy * key.n_dense,
-                after=self._head[name].busy * key.is_last,
+                after=self._head[name].busy * key.losses + self._mtp[name].busy * key.mtp,
                 parts=self._segment_works[name],
                 is_backward=name != "forward",
             )
@@ -391,7 +396,7 @@ class GpuSeconds:
         if not nbytes and not cast:
             return sums
         dense, experts = linear_elements(self.shard)
-        linear = per_stage(self.shard.model, sizes, dense, experts=experts)
+        linear = per_stage(self.shard, sizes, dense, experts=experts)
         own = sums.get("reduce_copies", (0.0,) * len(sizes))
         return {
             "reduce_copies": tuple(
@@ -402,11 +407,11 @@ class GpuSeconds:
             )
         }
 
-    @cached_property
-    def _message_seconds(self) -> float:
-        """Seconds of a message besides its bytes: synchronization, and gathering its parts."""
+    def _message_seconds(self, n_outputs: int) -> float:
+        """Return the seconds of a message besides its bytes: synchronization, and its gather."""
         shard = self.shard
-        gathered = Collective(shard.output_bytes * shard.tensor_parallel, is_half=True)
+        nbytes = n_outputs * shard.output_bytes * shard.tensor_parallel
+        gathered = Collective(nbytes, is_half=True)
         gather = self._collective_seconds(gathered) if shard.scattered_messages else 0.0
         return self.gpu.synchronization + gather
 
@@ -418,6 +423,7 @@ class GpuSeconds:
     def _of_stage(self, name: str, key: StageKey) -> _Work:
         works = [self._layer[name], self._embedding[name], self._head[name]]
         works.append(self._experts[name] if key.n_experts else _Work(0.0, 0.0))
+        works.append(self._mtp[name] if key.mtp else _Work(0.0, 0.0))
         return _Work(*(key.total(*x) for x in zip(*works, strict=True)))
 
     def _seconds(self, work: _Work) -> float:
@@ -463,6 +469,11 @@ class GpuSeconds:
     @cached_property
     def _head(self) -> dict[str, _Work]:
         return self._works(head_kernels(self.shard), group_collectives(self.shard).head)
+
+    @cached_property
+    def _mtp(self) -> dict[str, _Work]:
+        """Work of what comes before the layer of one of ``mtp_layers``."""
+        return self._works(mtp_kernels(self.shard), group_collectives(self.shard).mtp)
 
     def _works(
         self, kernels: OperationKernels, collectives: PartCollectives, *, is_layer: bool = False

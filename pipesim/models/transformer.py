@@ -127,10 +127,11 @@ class Transformer:
         before it picks experts among those ("node-limited routing", arXiv 2412.19437, section
         2.1.2); 0 (the default) for no groups.
     mtp_layers
-        Modules that predict further tokens (multi-token prediction, MTP), one after another on the
-        last stage; 0 (the default) for none. Each has a layer like the last one, a map of 2h to h
-        elements, and three norms. It computes the LM head and its loss once more, with the
-        matrices of embedding and head; a last stage of several has a copy of the embedding for it.
+        Modules that predict further tokens (multi-token prediction, MTP), one after another; 0 (the
+        default) for none. Each has a layer like the last one, a map of 2h to h elements, and three
+        norms, and a loss of its own, for which the LM head is computed once more. All are on the
+        last stage, unless a layout of Megatron places them (``m``) or losses (``L``). Stages
+        after the first have a copy of the embedding for them, and each stage with losses a head.
 
     Examples
     --------
@@ -514,7 +515,8 @@ class Transformer:
         Returns
         -------
         pandas.DataFrame
-            ``part`` (layer, expert layer, embedding, head); ``op``: F, I and W as in `pipesim.Op`,
+            ``part`` (layer, expert layer, embedding, head, mtp: what comes before the layer of
+            one of ``mtp_layers``); ``op``: F, I and W as in `pipesim.Op`,
             and R for kernels that a backward runs again; ``kernel``, its name; ``n_kernels``; their
             ``flops``, ``bytes`` and ``seconds``; and ``bound``, the longest share of these seconds:
             compute, memory or overhead. Messages between GPUs are no kernels here.
@@ -558,8 +560,8 @@ class Transformer:
         ----------
         layers_per_stage
             Layers of each stage, in order (first and last may have none); or a layout string of
-            Megatron, such as ``"Et*2|(t*3|)*2tL"``; or a number of stages; or, with ``placement``,
-            ``"even"`` or ``"balanced"``.
+            Megatron, such as ``"Et*2|(t*3|)*2t|m|L"``, whose ``m`` are ``mtp_layers``; or a number
+            of stages; or, with ``placement``, ``"even"`` or ``"balanced"``.
         gpu
             A `pipesim.GPU`, the name of a preset, or a mapping of a GPU's fields; or the path of a
             file ``.json`` that `Calibration.save` wrote, or the mapping in it, whose factors of the

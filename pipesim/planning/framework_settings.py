@@ -42,6 +42,11 @@ class TrainerSettings:
         Whether the attention core is one fused kernel.
     precision
         Number format of linear products of layers.
+    mtp_layers
+        Layers of multi-token prediction of the model, for `pipesim.Transformer`.
+    stage_layout
+        Layout of Megatron if stages before the last have multi-token prediction or losses; empty if
+        ``choice.layers_per_stage`` says all.
     schedule_csv
         File with the order of the pipeline; empty for the named schedule of ``choice``.
     ignored
@@ -73,6 +78,8 @@ class TrainerSettings:
     framework: Framework = BEST_CASE
     flash_attention: bool = True
     precision: Precision = "bf16"
+    mtp_layers: int = 0
+    stage_layout: str = ""
     schedule_csv: str = ""
     ignored: tuple[str, ...] = ()
 
@@ -121,7 +128,7 @@ class TrainerSettings:
         """Arguments of `pipesim.Transformer.costs` that the settings give, with the layers."""
         choice = self.choice
         return {
-            "layers_per_stage": choice.layers_per_stage,
+            "layers_per_stage": self.stage_layout or choice.layers_per_stage,
             "slices": choice.n_slices,
             "framework": self.framework,
             "flash_attention": self.flash_attention,
@@ -139,6 +146,7 @@ class TrainerSettings:
         parts = [str(self.choice)]
         if layers and len(set(layers)) == 1:  # the text of a choice has the others
             parts.append(f"{layers_text(layers)} layers")
+        parts += [f"layout {self.stage_layout}"] * bool(self.stage_layout)
         parts += [f"order of {self.schedule_csv}"] * bool(self.schedule_csv)
         parts += [f"{len(self.ignored)} ignored"] * bool(self.ignored)
         return f"<TrainerSettings {'; '.join(parts)}>"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from pipesim.costs.layer_split import read_layout, write_layout
+from pipesim.costs.layer_split import layout_modules, read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
 from pipesim.framework.framework import (
     BEST_CASE,
@@ -67,7 +67,7 @@ OFFLOADED = (
 def megatron_flags(
     choice: PlanChoice, global_batch: int, layout: Layout, exchange: FrameworkOptions, *,
     has_experts: bool = False, framework: Framework = BEST_CASE, precision: Precision | None = None,
-    flash_attention: bool = True,
+    flash_attention: bool = True, mtp_layers: int = 0,
 ) -> str:  # fmt: skip
     """Return the flags of a configuration; see `Plan.to_megatron`.
 
@@ -88,7 +88,7 @@ def megatron_flags(
     if choice.is_layer_by_layer:
         pass  # Megatron-FSDP gathers layer by layer
     elif len(set(sizes)) > 1:
-        flags += ["--pipeline-model-parallel-layout", write_layout(sizes)]
+        flags += ["--pipeline-model-parallel-layout", write_layout(sizes, mtp_layers=mtp_layers)]
     elif choice.n_chunks > 1:  # one even stage a device needs no flag
         flags += ["--num-layers-per-virtual-pipeline-stage", str(sizes[0])]
     flags += ["--micro-batch-size", str(choice.microbatch_size)]
@@ -182,7 +182,6 @@ def _check_sharing(choice: PlanChoice, has_experts: bool) -> None:
 _REFUSED: Mapping[str, str] = {
     "--hybrid-layer-pattern": "layers of several kinds",
     "--hybrid-override-pattern": "layers of several kinds",
-    "--mtp-num-layers": "layers of multi-token prediction, on the last stage",
     "--encoder-num-layers": "an encoder and a decoder",
     "--decoder-num-layers": "an encoder and a decoder",
     "--overlap-moe-expert-parallel-comm": "F and B of two micro-batches in one another",
@@ -206,7 +205,6 @@ _REFUSED: Mapping[str, str] = {
     "--heterogeneous-layers-config-path": "layers of several kinds",
     "--heterogeneous-layers-config-encoded-json": "layers of several kinds",
     "--mtp-hybrid-override-pattern": "layers of several kinds",
-    "--mtp-standalone": "layers of multi-token prediction, on a stage of their own",
     "--overlap-dispatch-backward-with-experts-wgrad": "gradients of weights that wait",
     "--num-microbatches-with-partial-activation-checkpoints": "recompute of some micro-batches",
     "--moe-layer-recompute": "recompute of experts alone",
@@ -271,6 +269,7 @@ def read_megatron(
     (2, 32, ('--lr',))
     """
     read = Flags(flags)
+    mtp_layers, stage_layout = _multi_token_prediction(read)
     if n_layers is not None:
         check_count("n_layers", n_layers)
     gpus = _processes(read) if n_gpus is None else check_count("n_gpus", n_gpus)
@@ -314,6 +313,8 @@ def read_megatron(
         framework=framework,
         flash_attention=_fuses_attention(read),
         precision=_precision(read),
+        mtp_layers=mtp_layers,
+        stage_layout=stage_layout,
         ignored=_checked_rest(read),
     )
 
@@ -548,6 +549,18 @@ def layers_of_stages(read: Flags, p: int, n_layers: int | None) -> tuple[int, ..
                 )
         return ()
     return _split(read, p, layers)
+
+
+def _multi_token_prediction(read: Flags) -> tuple[int, str]:
+    """Return the layers of MTP, and the layout if any or a loss is not on the last stage."""
+    n, text = read.count("--mtp-num-layers", 0, 0) or 0, read.text(_LAYOUT)
+    layout = text if layout_modules(text, n, f"flags: {_LAYOUT}") else ""
+    if read.switch("--mtp-standalone") and not layout:
+        raise ArgumentError(
+            "flags: --mtp-standalone needs the stage of multi-token prediction: give it as m in "
+            f"{_LAYOUT}, such as 'Et*4|t*4|m|L', with --mtp-num-layers"
+        )
+    return n, layout
 
 
 def _split(read: Flags, p: int, layers: int) -> tuple[int, ...]:

@@ -134,6 +134,7 @@ class Plan:
             has_experts=has_experts, framework=problem.framework,
             precision=problem.parallel.precision if is_model else None,
             flash_attention=problem.parallel.flash_attention,
+            mtp_layers=getattr(problem.model, "mtp_layers", 0),
         )  # fmt: skip
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from pipesim.costs.layer_split import checked_split
+from pipesim.costs.layer_split import checked_split, layout_modules
 from pipesim.errors import ArgumentError, check_count, check_flag, check_list, check_name
 from pipesim.framework.framework import schedule_reason
 from pipesim.graph.options import StageOffload, checked_offload
@@ -429,6 +429,11 @@ def _with_layers(problem: PlanProblem, choice: PlanChoice, layers: object) -> Pl
         return balanced
     name = "layers_per_stage"
     sizes = checked_split(layers, problem.n_layers, name, ends_may_be_empty=True)
+    if layout_modules(layers, getattr(problem.model, "mtp_layers", 0)):
+        raise ArgumentError(
+            f"{name}={layers!r:.60} has multi-token prediction or losses before the last stage, "
+            "which plans do not know; price the layout with model.costs, or move m and L to the end"
+        )
     if len(sizes) != choice.n_stages:
         raise ArgumentError(
             f"{name} has {len(sizes)} stages; pipeline_parallel={choice.pipeline_parallel} and "

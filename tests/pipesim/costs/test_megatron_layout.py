@@ -39,7 +39,10 @@ def test_what_is_written_is_read(layers: list[int]) -> None:
     ("text", "message"),
     [
         ("Et|xL", r"position 3 of the layout, 'x': only E, t"),
-        ("Et|mL", r"position 3 of the layout, 'm'"),
+        ("Etm|tL", r"position 2 of the layout, 'm': multi-token prediction stands behind"),
+        ("Et|LtmL", r"position 3 of the layout, 'L': a loss stands behind the last t"),
+        ("Et|LLmmL", r"position 4 of the layout, 'L': the losses of all layers before it"),
+        ("Et|LmmL", r"'L': the loss stands once, or once for each of 3 losses, but L 2 times"),
         ("*2EtL", r"position 0 of the layout, '\*': nothing stands before it"),
         ("Et|(*2)L", r"position 4 .*nothing stands before"),
         ("Et|(t|L", r"position 3 of the layout, '\(': the bracket is never closed"),
