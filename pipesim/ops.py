@@ -93,6 +93,8 @@ class Op(IntEnum):
 SCHEDULED = frozenset({Op.F, Op.B, Op.I, Op.W})
 #: Operations that add to the gradients of the weights.
 WEIGHT_GRADS = frozenset({Op.B, Op.W})
+#: Operations that compute the gradient of a stage's input.
+INPUT_GRADS = frozenset({Op.B, Op.I})
 #: Operations that a schedule may list; `pipesim.lower` adds all others.
 LISTED = SCHEDULED | {Op.R}
 #: Operations on a device's compute stream.
@@ -312,7 +314,7 @@ def _part_number(op: Op, text: str) -> int | None:
 
 
 class Overlapped(NamedTuple):
-    """The F of one micro-batch and the B of another, which a device runs as one compute action.
+    """The F of one micro-batch and the B or I of another, run as one compute action of a device.
 
     It starts when both can, lasts as long as ``overlapped`` of `pipesim.Costs` says, and the
     results of both come at its end (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
@@ -322,12 +324,12 @@ class Overlapped(NamedTuple):
     forward
         The F.
     backward
-        The B, of another stage or micro-batch of the same device.
+        The B or I, of another stage or micro-batch of the same device.
 
     Raises
     ------
     ScheduleError
-        Not here, but by `pipesim.verify`, if they are not an F and a B.
+        Not here, but by `pipesim.verify`, if they are not an F and a B or I.
 
     See Also
     --------
@@ -355,9 +357,9 @@ def parse_action(text: str) -> Action | Overlapped:
     if match is None:
         return Action.parse(text)
     forward, backward = (Action.parse(part) for part in match.groups())
-    if forward.op != Op.F or backward.op != Op.B:
+    if forward.op != Op.F or backward.op not in INPUT_GRADS:
         raise ArgumentError(
-            f"{text!r} overlaps {forward.op} with {backward.op}; write the F first and the B "
+            f"{text!r} overlaps {forward.op} with {backward.op}; write the F first and the B or I "
             "second, such as '(0F4;7B1)OVERLAP_F_B'"
         )
     return Overlapped(forward, backward)

@@ -251,6 +251,10 @@ def _overlaps(timeline: Timeline, seconds: dict[str, Floats], average: str) -> F
         LAYER_SECONDS[op]: stage_seconds(timeline, op, average, overlapped=True)
         for op in (Op.F, Op.B)
     }
+    whole, part = seconds["backward"], seconds["input_grad"]
+    of_inputs = stage_seconds(timeline, Op.I, average, overlapped=True)  # in place of B
+    of_inputs *= np.divide(whole, part, out=np.ones_like(whole), where=part > 0)
+    halves["backward"] = np.fmax(halves["backward"], of_inputs)
     both = halves["forward"] + halves["backward"]
     alone = seconds["forward"] + seconds["backward"]
     for name, of_halves in halves.items():

@@ -87,6 +87,7 @@ class Costs(CostFields):
     overlapped
         Seconds of an F and a B that run as one action; defaults to the sum of both. If their stages
         differ, each counts with its share: the ratio of ``forward`` to ``backward`` of the stage.
+        An F and an I take the same share of the sum of both.
     recompute
         Seconds of R; defaults to ``forward``.
     optimizer_step, launch

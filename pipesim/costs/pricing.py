@@ -158,15 +158,17 @@ def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
 
 
 def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
+    """Give F and B their shares of ``overlapped``, and I what it is of its B."""
     forward, backward, both = (
         costs.per_stage(name, graph.n_stages) for name in ("forward", "backward", "overlapped")
     )
     separate = forward + backward
     share = np.divide(forward, separate, out=np.full_like(separate, 0.5), where=separate > 0)
     halves = np.flatnonzero(graph.kinds.overlapped)
-    first = (both * share)[graph.kinds.stage[halves]]
-    whole = both[graph.kinds.stage[halves]]
-    duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
+    stage, op, first = graph.kinds.stage[halves], graph.kinds.op[halves], both * share
+    of_inputs = np.divide(duration[halves], backward[stage], where=op == Op.I, out=np.ones(len(op)))
+    second = of_inputs * (both - first)[stage]
+    duration[halves] = np.where(op == Op.F, first[stage], second)
 
 
 def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipesim.graph.options import Prefetch, Tied, prefetch_by_device
 from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via, segment_rules
 from pipesim.graph.tasks import Kinds, ListedTasks
-from pipesim.ops import EXPERT_EXCHANGES, FETCHES, SEGMENTED, Op, expert_exchange
+from pipesim.ops import EXPERT_EXCHANGES, FETCHES, INPUT_GRADS, SEGMENTED, Op, expert_exchange
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.jit import kernel
 
@@ -433,16 +433,16 @@ def _wire(
     return total
 
 
-# Overlapped actions: an F and a B that run as one (``OVERLAP_F_B``), and their dependencies.
+# Overlapped actions: an F and a B or I that run as one (``OVERLAP_F_B``), and their dependencies.
 #
 # They are two consecutive tasks on a stream. Both start when both can start, and the results of
 # both are ready when both have ended.
 
 
 def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[Ints, Ints]:
-    """Return the F and the B halves of overlapped actions; incomplete if they do not pair up.
+    """Return the F and the backward halves of overlapped actions; incomplete if unpaired.
 
-    The B of an overlapped F is the task after it on its stream.
+    The backward of an overlapped F is the B or I after it on its stream.
     """
     halves = np.flatnonzero((kinds.overlapped > 0)[kind])
     halves = halves[np.argsort(stream_of_kind[kind[halves]], kind="stable")]
@@ -450,13 +450,13 @@ def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[In
     is_pair = (
         (stream_of_kind[kind[first]] == stream_of_kind[kind[second]])
         & (kinds.op[kind[first]] == Op.F)
-        & (kinds.op[kind[second]] == Op.B)
+        & kinds.is_op(INPUT_GRADS)[kind[second]]
     )
     return first[is_pair], second[is_pair]
 
 
 def with_starts(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:
-    """Add to each overlapped F the dependencies of its B, so that it starts when both can."""
+    """Add to each overlapped F the dependencies of its backward: it starts when both can."""
     if not kinds.overlapped.any():
         return needs
     forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
@@ -465,7 +465,7 @@ def with_starts(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> C
 
 
 def with_ends(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:
-    """Add to each task that needs an overlapped F its B, as results come at the action's end."""
+    """Add to each task that needs an overlapped F its backward: results come at the end."""
     if not kinds.overlapped.any():
         return needs
     forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)

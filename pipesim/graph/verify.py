@@ -18,6 +18,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.ops import (
     COLLECTIVES,
     COMPUTE,
+    INPUT_GRADS,
     LISTED,
     OF_DEVICES,
     RECVS,
@@ -190,14 +191,14 @@ def _check_slices(schedule: Schedule) -> None:
 
 
 def _check_overlaps(schedule: Schedule) -> None:
-    """Check that each overlapped action is an F and the B after it."""
+    """Check that each overlapped action is an F and the B or I after it."""
     if schedule.overlapped is None:
         return
     first = np.flatnonzero(schedule.overlapped)
     second_op = np.append(schedule.op, -1)[first + 1]
-    is_last = np.isin(first + 1, schedule.ptr)
-    for index in first[(schedule.op[first] != Op.F) | (second_op != Op.B) | is_last]:
-        _refuse(schedule, index, "is overlapped with nothing: an F overlaps with the B "
+    is_pair = (schedule.op[first] == Op.F) & np.isin(second_op, list(INPUT_GRADS))
+    for index in first[~is_pair | np.isin(first + 1, schedule.ptr)]:
+        _refuse(schedule, index, "is overlapped with nothing: an F overlaps with the B or I "
                                  "listed right after it")  # fmt: skip
 
 
@@ -293,14 +294,14 @@ def check_ids(graph: TaskGraph) -> None:
 
 
 def _check_halves(graph: TaskGraph) -> None:
-    """Check that overlapped tasks are an F and the B right after it on its stream."""
+    """Check that overlapped tasks are an F and the B or I right after it on its stream."""
     halves = np.flatnonzero((graph.kinds.overlapped > 0)[graph.kind])
     forward, backward = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
     whole = graph.queue_predecessor[backward] == forward
     for half in np.setdiff1d(halves, np.concatenate([forward[whole], backward[whole]])):
         raise GraphError(
-            f"{_named(graph, half)} is overlapped with nothing: an F overlaps with the B right "
-            "after it on its stream"
+            f"{_named(graph, half)} is overlapped with nothing: an F overlaps with the B or I "
+            "right after it on its stream"
         )
 
 

@@ -15,7 +15,7 @@ from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.graph.verify import verify
 from pipesim.lowering.expert_segments import ExpertLayers, with_segments
-from pipesim.ops import WEIGHT_GRADS, Op
+from pipesim.ops import INPUT_GRADS, WEIGHT_GRADS, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule, kept_actions
 from pipesim.utils.csr import Ints
@@ -24,8 +24,6 @@ from pipesim.utils.csr import Ints
 Recompute = Literal["never", "always", "except_last"]
 Chosen = Recompute | Literal["listed"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-
-_BACKWARD = frozenset({Op.B, Op.I})
 
 
 def with_chosen(schedule: Schedule, recompute: Chosen, sharded: tuple[int, ...]) -> Schedule:
@@ -87,7 +85,7 @@ def with_recomputes(
     none = np.empty(0, dtype=np.int64)
     if recompute in ("listed", "never"):
         return kinds, none, none.astype(np.int32), none
-    backward = np.flatnonzero(kinds.is_op(_BACKWARD) & ~np.isin(kinds.stage, sharded))
+    backward = np.flatnonzero(kinds.is_op(INPUT_GRADS) & ~np.isin(kinds.stage, sharded))
     kinds, r_of = _recompute_kinds(kinds, backward)
     marked = np.zeros(len(kinds), dtype=bool)
     marked[backward] = True
@@ -131,7 +129,7 @@ def _first_backwards(
     """
     place = (kinds.replica * schedule.n_stages + kinds.stage)[kind]
     first = np.full(int(place.max()) + 1, len(kind))
-    backward = np.flatnonzero(kinds.is_op(_BACKWARD)[kind])
+    backward = np.flatnonzero(kinds.is_op(INPUT_GRADS)[kind])
     np.minimum.at(first, place[backward], backward)
     cell = place * np.int64(schedule.n_microbatches) + schedule.microbatch
     forward = np.flatnonzero(kinds.op[kind] == Op.F)

@@ -1,6 +1,6 @@
 """Schedules of looped stages: ``v`` chunks a device, each a ``v``-th of the device's layers.
 
-- interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)
+- interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2), also with F and B merged
 - interleaved 1F1B with split backwards (Zero Bubble, arXiv 2401.10241)
 - interleaved 1F1B in smaller groups of micro-batches: GIS, GIS-H (PipeOffload, arXiv 2503.01328)
 - breadth-first (Lamy-Poirier, arXiv 2211.05953)
@@ -14,7 +14,10 @@ import numpy as np
 
 from pipesim.errors import ArgumentError, check_count
 from pipesim.named_schedules.patterns import (
+    Merged,
     alternate,
+    checked_merged,
+    merged_orders,
     number_microbatches,
     same_on_all_devices,
 )
@@ -43,16 +46,17 @@ def _split_bubble(p: int, m: int, n_chunks: int = 2) -> float:
     return idle / (3 * n_chunks * m + idle)
 
 
-def _activations(p: int, m: int, n_chunks: int, of_last_chunk: int) -> float:
+def _activations(
+    p: int, m: int, n_chunks: int, of_last_chunk: int, group_size: int | None = None
+) -> float:
     """Return the activations of device 0, whose warm-up is the longest.
 
     ``of_last_chunk``: its activations of the last chunk, once it holds a round of all others.
     """
-    return min((n_chunks - 1) * _round_size(p, m) + of_last_chunk, n_chunks * m) / n_chunks
+    size = group_size or _round_size(p, m)
+    return min((n_chunks - 1) * size + of_last_chunk, n_chunks * m) / n_chunks
 
 
-#: Bubble of looped stages if only the depth of the pipeline makes devices idle.
-_LOOPED_BUBBLE = ClosedForm("x/(vm+x), x = max(p-1, v(p-m)+m-1)", _looped_bubble)
 _ROUNDS = Counts(
     "numbers of micro-batches that max(1, m // p) rounds share evenly, such as multiples of p, "
     "and any up to 2p - 1",
@@ -60,18 +64,47 @@ _ROUNDS = Counts(
 )
 
 
+def _merged_bubble(p: int, m: int, n_chunks: int = 2, merged: Merged = False) -> float:
+    if checked_merged(merged) != "delayed_w":
+        return _looped_bubble(p, m, n_chunks)
+    idle = 2 * max(p - 1, check_count("n_chunks", n_chunks) * (p - m) + m - 1)
+    idle -= (n_chunks - 1) * max(0, min(m, p - m))
+    return idle / (3 * n_chunks * m + idle)
+
+
+def _takes_groups(p: int, m: int, group_size: int | None = None) -> bool:
+    if group_size is None:
+        return _ROUNDS.allow(p, m)
+    rest = m % group_size
+    return p <= group_size <= m and (rest == 0 or rest >= p)
+
+
 @register(
     "interleaved_1f1b",
     summary="1F1B over v chunks a device: a bubble v times smaller, v times the messages",
     source="Megatron-LM, arXiv 2104.04473, section 2.2",
-    bubble=_LOOPED_BUBBLE,
-    activations=ClosedForm(
-        "min((v-1)r + 2p-1, vm)/v, r = m // max(1, m // p)",
-        lambda p, m, n_chunks=2: _activations(p, m, n_chunks, 2 * p - 1),
+    bubble=ClosedForm(
+        "x/(vm+x), x = max(p-1, v(p-m)+m-1); "
+        "y/(3vm+y) with delayed W, y = 2x - (v-1)max(0, min(m, p-m))",
+        _merged_bubble,
+        assumes="a merged pair takes as long as both",
     ),
-    counts=_ROUNDS,
+    activations=ClosedForm(
+        "min((v-1)r + 2p-1, vm)/v, 2p merged, r = group size or m // max(1, m // p)",
+        lambda p, m, n_chunks=2, group_size=None, merged=False: _activations(
+            p, m, n_chunks, 2 * p - (not checked_merged(merged)), group_size
+        ),
+    ),
+    counts=Counts(
+        f"{_ROUNDS.text}; with group_size, from p to m, any whose remainder m % group_size is 0 or "
+        "at least p",
+        _takes_groups,
+    ),
 )
-def interleaved_1f1b(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedule:
+def interleaved_1f1b(
+    n_devices: int, n_microbatches: int, n_chunks: int = 2, group_size: int | None = None,
+    merged: Merged = False,
+) -> Schedule:  # fmt: skip
     """Build the interleaved 1F1B order.
 
     Two devices of two chunks each, four micro-batches, B as long as F::
@@ -86,6 +119,15 @@ def interleaved_1f1b(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> 
     backward, as torch.distributed.pipelining does. It holds one activation of a chunk more than
     its warm-up has forwards. For ``m >= p`` the bubble is ``(p - 1)/(v m + p - 1)``.
 
+    ``group_size`` sets ``r``, and the last round has the micro-batches that are left. Larger rounds
+    leave messages more time to travel, and hold more activations; the bubble stays.
+
+    ``merged`` is as for `one_f_one_b`: each F after the warm-up, which has one forward more, runs
+    as one action with the backward that follows it. NVIDIA trains models with experts in this
+    order: the exchanges of a chunk run behind the compute of another micro-batch. If a pair takes
+    ``o`` seconds, no less than F or B, and ``m >= p``, the makespan is
+    ``v m o + ((v - 1) r + 1)(f + b - o) + (p - 1)(f + b)``.
+
     Parameters
     ----------
     n_devices
@@ -94,8 +136,18 @@ def interleaved_1f1b(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> 
         A multiple of the number of rounds, ``max(1, m // p)``.
     n_chunks
         Stages of each device.
+    group_size
+        Micro-batches of a round, ``--microbatch-group-size-per-virtual-pipeline-stage`` of
+        Megatron-LM, with its rules: from ``p`` to ``m``, and a last round of at least ``p``.
+    merged
+        ``True`` for pairs of F and B (``--overlap-moe-expert-parallel-comm``), ``"delayed_w"`` for
+        pairs of F and I with W right after them (with ``--delay-wgrad-compute``); False (the
+        default) for none.
     """
-    orders = _Rounds(_round_size(n_devices, n_microbatches), 2)
+    if group_size is not None:
+        check_count("group_size", group_size)
+    size = group_size or _round_size(n_devices, n_microbatches)
+    orders = _Rounds(size, 2, merged=checked_merged(merged))
     return _build("interleaved_1f1b", n_devices, n_microbatches, n_chunks, orders)
 
 
@@ -241,7 +293,7 @@ def _in_groups(name: str, p: int, m: int, n_chunks: int, group_size: int) -> Sch
     "looped_bfs",
     summary="GPipe over v chunks a device: all micro-batches through one, then the next",
     source="Breadth-first pipeline parallelism, arXiv 2211.05953",
-    bubble=_LOOPED_BUBBLE,
+    bubble=ClosedForm("x/(vm+x), x = max(p-1, v(p-m)+m-1)", _looped_bubble),
     activations=ClosedForm("m", lambda p, m: m),
 )
 def looped_bfs(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedule:
@@ -280,24 +332,33 @@ class _Rounds(NamedTuple):
 
     ``size`` of them pass a chunk before any passes the next chunk. ``per_hop`` is the number of
     forwards that a device's warm-up has more than that of the next device. ``w_delay`` is, of each
-    device, the number of I after an I before its W; None for whole backwards.
+    device, the number of I after an I before its W; None for whole backwards. ``merged`` orders
+    have no ``w_delay``.
     """
 
     size: int
     per_hop: int
     w_delay: Ints | None = None
+    merged: Merged = False
 
 
 def _build(name: str, p: int, m: int, n_chunks: int, rounds: _Rounds) -> Schedule:
     n = check_count("n_chunks", n_chunks) * m
-    check_schedule(name, (2 if rounds.w_delay is None else 3) * p * n)
-    chunk = (np.arange(n) // rounds.size % n_chunks).astype(np.int32)
+    splits = rounds.w_delay is not None or rounds.merged == "delayed_w"
+    check_schedule(name, (3 if splits else 2) * p * n)
+    rest = m % rounds.size
+    whole = np.arange(n - n_chunks * rest) // rounds.size % n_chunks
+    chunk = np.concatenate([whole, np.repeat(np.arange(n_chunks), rest)]).astype(np.int32)
 
     placement, device = Placement.looped(p, n_chunks), np.arange(p, dtype=np.int32)
     warm_up = np.minimum((n_chunks - 1) * rounds.size + rounds.per_hop * (p - 1 - device), n)
-    ops, k = alternate(n, warm_up, rounds.w_delay)
+    ops, k, *pairs = (
+        merged_orders(n, warm_up, rounds.merged)
+        if rounds.merged
+        else alternate(n, warm_up, rounds.w_delay)
+    )
     stages = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k]) * p + device[:, None]
     del k  # large
     microbatches = number_microbatches(ops.ravel(), stages.ravel()).reshape(ops.shape)
-    columns = zip(ops, stages, microbatches, strict=True)
+    columns = zip(ops, stages, microbatches, *pairs, strict=True)
     return Schedule.from_columns(name, placement, m, columns)

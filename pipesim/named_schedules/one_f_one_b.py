@@ -5,21 +5,33 @@
 
 from __future__ import annotations
 
-from pipesim.named_schedules.patterns import alternating_schedule
+from pipesim.named_schedules.patterns import Merged, alternating_schedule, checked_merged
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
 _BUBBLE = ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1))
 
 
+def _merged_bubble(p: int, m: int, merged: Merged = False) -> float:
+    idle = (p - 1) * (2 if checked_merged(merged) == "delayed_w" else 3)
+    return idle / (3 * m + idle)
+
+
 @register(
     "1f1b",
     summary="one forward, one backward: as few activations as the depth needs",
     source="PipeDream-flush, arXiv 2006.09503",
-    bubble=_BUBBLE,
-    activations=ClosedForm("min(p, m)", lambda p, m: min(p, m)),
+    bubble=ClosedForm(
+        "(p-1)/(m+p-1); 2(p-1)/(3m+2(p-1)) with delayed W",
+        _merged_bubble,
+        assumes="a merged pair takes as long as both",
+    ),
+    activations=ClosedForm(
+        "min(p, m); min(2p, m) merged",
+        lambda p, m, merged=False: min(2 * p if checked_merged(merged) else p, m),
+    ),
 )
-def one_f_one_b(n_devices: int, n_microbatches: int) -> Schedule:
+def one_f_one_b(n_devices: int, n_microbatches: int, merged: Merged = False) -> Schedule:
     """Build the 1F1B order.
 
     Three devices, four micro-batches, B as long as F::
@@ -32,8 +44,29 @@ def one_f_one_b(n_devices: int, n_microbatches: int) -> Schedule:
     and one backward, then runs the backwards that are left. For stages of equal cost and free
     transfers: makespan ``(m + p - 1)(f + b)``, bubble ``(p - 1)/(m + p - 1)``, and device ``i``
     holds the activations of at most ``min(p - i, m)`` micro-batches.
+
+    With ``merged=True``, each F after the warm-up runs as one action with the B that follows it, so
+    that exchanges of experts of one run behind the compute of the other. The two must not need each
+    other, and the gradient of a pair comes at its end: device ``i`` runs ``2(p - 1 - i) + 1``
+    forwards as its warm-up, and holds the activations of ``min(2(p - i), m)`` micro-batches. If a
+    pair takes ``o`` seconds, no less than F or B, the makespan is ``(m - 1) o + p (f + b)``. Orders
+    are those of "1F1B with overlap" of github.com/Victarry/PP-Schedule-Visualization, and on one
+    device those of Megatron-LM's ``--overlap-moe-expert-parallel-comm``. With ``"delayed_w"``, the
+    pair is F and I, and W comes right after it (``--delay-wgrad-compute``).
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts.
+    merged
+        ``True`` for pairs of F and B, ``"delayed_w"`` for pairs of F and I; False (the default) for
+        none.
     """
-    return alternating_schedule("1f1b", n_devices, n_microbatches, warm_up_per_hop=1)
+    merged = checked_merged(merged)
+    warm_up_per_hop = 2 if merged else 1
+    return alternating_schedule(
+        "1f1b", n_devices, n_microbatches, warm_up_per_hop=warm_up_per_hop, merged=merged
+    )
 
 
 @register(

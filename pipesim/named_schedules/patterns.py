@@ -1,6 +1,7 @@
 """Patterns that orders of several families share.
 
-- Forwards and backwards that alternate: `alternate`, and `alternating_schedule` from it.
+- Forwards and backwards that alternate: `alternate`, and `alternating_schedule` from it; or that
+  run as one action: `merged_orders`.
 - One order of chunks, micro-batches and operations for all devices: `same_on_all_devices`.
 - Orders of a device's two chunks, written as phases: `expand_phases`, and `v_shaped_columns`.
 """
@@ -9,20 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipesim.errors import ArgumentError
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.csr import CSR
+from pipesim.utils.csr import CSR, Ints
 
 #: Actions and how often they are repeated. ``F0`` is the F of the device's first chunk, ``F1``
 #: that of its second one; ``F0&B1`` are overlapped.
 Phase = tuple[str, int]
+#: Whether each F of the steady state runs as one action with a backward: ``True`` with a B, and
+#: ``"delayed_w"`` with an I, whose W comes right after the pair.
+Merged = bool | Literal["delayed_w"]
 #: Of F, B, I, W: operations with equal numbers take the micro-batches of a stage together.
 _TURNS = np.array([0, 1, 1, 2], dtype=np.int8)
 
@@ -54,23 +59,52 @@ def alternate(
     return ops[order], k[order]
 
 
+def checked_merged(merged: object) -> Merged:
+    """Return ``merged`` as an option of a schedule."""
+    if isinstance(merged, bool | np.bool_):
+        return bool(merged)
+    if merged == "delayed_w":
+        return "delayed_w"
+    raise ArgumentError(
+        f'merged must be False, True, or "delayed_w" for W after merged F and I, got {merged!r:.60}'
+    )
+
+
+def merged_orders(
+    n: int, warm_up: Ints, merged: Merged
+) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.bool_]]:
+    """Return orders as `alternate` does, and which F run as one action with the backward after it.
+
+    The warm-up has one forward more, so that no pair needs its own forward: ``warm_up`` is that of
+    devices without pairs, one number a device.
+    """
+    later = np.minimum(warm_up + 1, n)
+    ops, k = alternate(n, later, np.zeros_like(later) if merged == "delayed_w" else None)
+    return ops, k, (ops == Op.F) & (k >= later[:, None])
+
+
 def alternating_schedule(
-    name: str, n_devices: int, n_microbatches: int, warm_up_per_hop: int, *, split: bool = False
-) -> Schedule:
+    name: str, n_devices: int, n_microbatches: int, warm_up_per_hop: int, *, split: bool = False,
+    merged: Merged = False,
+) -> Schedule:  # fmt: skip
     """Build a schedule of one stage a device, whose forwards and backwards alternate.
 
     The warm-up of each device has ``warm_up_per_hop`` forwards more than that of the next device;
     the last one has none. With ``split``, backwards are I and W, and device ``i`` runs its W
-    ``warm_up_per_hop * i`` turns after their I.
+    ``warm_up_per_hop * i`` turns after their I. With ``merged``, orders are `merged_orders`.
     """
-    if split:
+    if split or merged == "delayed_w":
         check_schedule(name, 3 * n_devices * n_microbatches)
 
     placement, devices = Placement.linear(n_devices), np.arange(n_devices, dtype=np.int32)
     delays = warm_up_per_hop * devices
-    ops, microbatches = alternate(n_microbatches, delays[::-1], delays if split else None)
+    ops, microbatches, *pairs = (
+        merged_orders(n_microbatches, delays[::-1], merged)
+        if merged
+        else alternate(n_microbatches, delays[::-1], delays if split else None)
+    )
     stages = np.broadcast_to(devices[:, None], ops.shape)
-    columns = zip(ops, stages, microbatches, strict=True)
+    columns = zip(ops, stages, microbatches, *pairs, strict=True)
     return Schedule.from_columns(name, placement, n_microbatches, columns)
 
 

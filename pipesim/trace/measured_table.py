@@ -21,7 +21,7 @@ from pipesim.errors import (
     suggestion,
 )
 from pipesim.graph.tasks import Tasks
-from pipesim.ops import COMPUTE, OF_STAGES, TRANSFERS, Action, Op
+from pipesim.ops import COMPUTE, INPUT_GRADS, OF_STAGES, TRANSFERS, Action, Op
 from pipesim.timeline.arrow_tables import read_frame
 from pipesim.timeline.tables import check_all_tasks, check_rows
 from pipesim.timeline.timeline import Timeline
@@ -362,14 +362,14 @@ def _with_message_numbers(rows: pd.DataFrame, tasks: MeasuredTasks) -> MeasuredT
 
 
 def _with_overlapped(tasks: MeasuredTasks) -> MeasuredTasks:
-    """Split the time of an F and a B that one call ran together, so that the F is first.
+    """Split the time of an F and a B or I that one call ran together, so that the F is first.
 
-    Each half gets a share as the median F and B that ran alone; half of the time if none did.
+    Each half gets a share as the median of those that ran alone; half of the time if none did.
     """
-    rows = tasks.in_order((Op.F, Op.B))
+    rows = tasks.in_order((Op.F, *INPUT_GRADS))
     columns = (tasks.device, tasks.start, tasks.end)
     same = np.logical_and.reduce([column[rows[:-1]] == column[rows[1:]] for column in columns])
-    same &= tasks.op[rows[:-1]] != tasks.op[rows[1:]]
+    same &= (tasks.op[rows[:-1]] == Op.F) != (tasks.op[rows[1:]] == Op.F)
     same[1:] &= ~same[:-1]
     pairs = np.stack([rows[:-1][same], rows[1:][same]])
     if not pairs.size:
@@ -377,11 +377,13 @@ def _with_overlapped(tasks: MeasuredTasks) -> MeasuredTasks:
     is_first = tasks.op[pairs[0]] == Op.F
     forward, backward = np.where(is_first, pairs, pairs[::-1])
     alone = ~np.isin(np.arange(len(tasks)), pairs)
-    usual = [
-        float(np.median((tasks.end - tasks.start)[own])) if own.any() else 0.0
-        for own in (alone & (tasks.op == op) for op in (Op.F, Op.B))
-    ]
-    share = usual[0] / sum(usual) if all(usual) else 0.5
+    usual = np.zeros(len(Op))
+    for op in (Op.F, *INPUT_GRADS):
+        if (own := alone & (tasks.op == op)).any():
+            usual[op] = np.median((tasks.end - tasks.start)[own])
+    first, second = usual[Op.F], usual[tasks.op[backward]]
+    both_alone = (first > 0) & (second > 0)
+    share = np.divide(first, first + second, where=both_alone, out=np.full(len(backward), 0.5))
     start, end, other = tasks.start.copy(), tasks.end.copy(), tasks.other_half.copy()
     end[forward] = start[backward] = start[forward] + share * (end[forward] - start[forward])
     other[forward], other[backward] = backward, forward

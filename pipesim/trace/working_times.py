@@ -71,10 +71,10 @@ def replace_by_halves(trace: Trace) -> list[Range]:
 
 
 def split_overlapped(times: Iterable[tuple[Range, Span]]) -> list[tuple[Range, Span]]:
-    """Return when each action worked, with the F of an overlapped pair before its B.
+    """Return when each action worked, with the F of an overlapped pair before its B or I.
 
-    A range that covers both is cut in the middle. If the halves ran at the same time, or the B
-    first, they share the time from the first start to the last end, in proportion to what each
+    A range that covers both is cut in the middle. If the halves ran at the same time, or the F
+    last, they share the time from the first start to the last end, in proportion to what each
     took.
     """
     pairs: dict[int, dict[Op, Span]] = defaultdict(dict)
@@ -97,10 +97,12 @@ def split_overlapped(times: Iterable[tuple[Range, Span]]) -> list[tuple[Range, S
 
 
 def _disjoint_span(halves: dict[Op, Span], op: Op) -> Span:
-    """Return when a half worked, such that the F ends before the B starts."""
-    if len(halves) < 2 or halves[Op.F].end <= halves[Op.B].start:
+    """Return when a half worked, such that the F ends before the other half starts."""
+    if len(halves) < 2:
         return halves[op]
-    forward, backward = halves[Op.F], halves[Op.B]
+    forward, backward = (halves[x] for x in sorted(halves))
+    if forward.end <= backward.start:
+        return halves[op]
     start, end = min(forward.start, backward.start), max(forward.end, backward.end)
     seconds = forward.end - forward.start, backward.end - backward.start
     share = seconds[0] / sum(seconds) if sum(seconds) > 0 else 0.5

@@ -49,9 +49,14 @@ def cut_evenly(model: nn.Sequential, n_stages: int) -> list[nn.Sequential]:
 def lowered(
     schedule: str, n_devices: int, n_stages: int, n_replicas: int, **options: Any
 ) -> ps.TaskGraph:
-    """Return a graph of a model whose layers with experts are two, or one a stage if more."""
+    """Return a graph of a model whose layers with experts are two, or one a stage if more.
+
+    ``schedule`` may have a value of ``merged`` behind it, such as ``"1f1b delayed_w"``.
+    """
+    name, _, merged = schedule.partition(" ")
+    order = {"merged": merged if merged == "delayed_w" else True} if merged else {}
     return ps.lower(
-        ps.schedule(schedule, n_devices, K),
+        ps.schedule(name, n_devices, K, **order),
         **{
             "n_replicas": n_replicas,
             "hosts": "per_device",

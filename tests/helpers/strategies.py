@@ -16,13 +16,21 @@ from pipesim.errors import ArgumentError, PipeError
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.options import GRAD_SYNC
 from pipesim.lowering.issue_order import ISSUE_ORDERS
-from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op, Overlapped
+from pipesim.ops import EXCHANGES, INPUT_GRADS, SENDS, TRANSFERS, Action, Op, Overlapped
 from pipesim.scheduling.placement import LAYOUTS, Placement
 from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import VERSIONS
 from pipesim.simulation import Empirical, Failures, LogNormal, Normal
 
 NAMES = sorted(ps.schedules().index)
+#: Named schedules, and options that give their orders other kinds of tasks.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in NAMES),
+    ("1f1b", {"merged": True}),
+    ("1f1b", {"merged": "delayed_w"}),
+    ("interleaved_1f1b", {"merged": True}),
+    ("interleaved_1f1b", {"merged": "delayed_w", "group_size": 3}),
+]
 #: Whole numbers make ties. The others are coarse enough that adding one always changes a time,
 #: so that "the same moment" means one thing.
 seconds = st.one_of(
@@ -68,9 +76,9 @@ def actions() -> st.SearchStrategy[Action]:
 
 def named_schedules(max_microbatches: int = 6) -> st.SearchStrategy[ps.Schedule]:
     """Every registered schedule, in small sizes that it allows."""
-    counts = st.tuples(st.sampled_from(NAMES), device_counts, st.integers(1, max_microbatches))
-    return counts.filter(lambda c: schedule_info(c[0]).allows(*c[1:])).map(
-        lambda c: ps.schedule(*c)
+    counts = st.tuples(st.sampled_from(VARIANTS), device_counts, st.integers(1, max_microbatches))
+    return counts.filter(lambda c: schedule_info(c[0][0]).allows(*c[1:], **c[0][1])).map(
+        lambda c: ps.schedule(c[0][0], *c[1:], **c[0][1])
     )
 
 
@@ -173,11 +181,11 @@ def custom_schedules(
 
 @st.composite
 def overlaps(draw: st.DrawFn, order: list[Action]) -> list[Action | Overlapped]:
-    """Overlap some of the Fs of an order with the B right after them."""
+    """Overlap some of the Fs of an order with the B or I right after them."""
     joined: list[Action | Overlapped] = []
     for action in order:
         before = joined[-1] if joined else None
-        pair = isinstance(before, Action) and (before.op, action.op) == (Op.F, Op.B)
+        pair = isinstance(before, Action) and before.op == Op.F and action.op in INPUT_GRADS
         if pair and draw(st.booleans()):
             joined[-1] = Overlapped(joined[-1], action)
         else:

@@ -35,14 +35,21 @@ def lowered(name: str, p: int, m: int = 4, **options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule(name, p, m), **options)
 
 
-@pytest.mark.parametrize("name", ps.schedules().index)
-def test_any_schedule_is_the_unsplit_model(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        *((name, {}) for name in ps.schedules().index),
+        ("1f1b", {"merged": True}),
+        ("interleaved_1f1b", {"merged": "delayed_w", "group_size": 4}),
+    ],
+)
+def test_any_schedule_is_the_unsplit_model(name: str, order: dict[str, Any]) -> None:
     """Steps, evaluations and outputs; messages of both directions have their own shapes."""
     if name in ("pipedream", "pipedream_2bw"):
         pytest.skip("takes older weights")
     if name in ("seq1f1b", "slimpipe"):
         pytest.skip("cuts sequences into slices, see test_slices_refuse_them")
-    graph = lowered(name, 2)
+    graph = ps.lower(ps.schedule(name, 2, 4, **order))
     stages, batch = language_stages(graph.n_stages), tokens()
     with pipeline(stages, graph, token_loss) as subject:
         result = subject.step(*batch)

@@ -72,17 +72,21 @@ def test_one_half_of_each_stage() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("dualpipe", {}), ("dualpipev", {}), ("interleaved_1f1b", {"merged": "delayed_w"})],
+)
 @given(forward=seconds, backward=seconds, overlapped=seconds, p=st.sampled_from([2, 4]))
 def test_costs_of_a_run_predict_it(
     name: str,
+    options: dict[str, str],
     forward: tuple[float, ...],
     backward: tuple[float, ...],
     overlapped: tuple[float, ...],
     p: int,
 ) -> None:
     """Taken from a run and simulated again: the same makespan, whatever each stage takes."""
-    schedule = ps.schedule(name, p, 4 * p)
+    schedule = ps.schedule(name, p, 4 * p, **options)
     columns = [tuple(x[s % 4] for s in range(schedule.n_stages)) for x in
             (forward, backward, overlapped)]  # fmt: skip
     halves = tuple(x / 2 for x in columns[1])

@@ -37,7 +37,7 @@ def test_text_and_back(schedule: ps.Schedule) -> None:
     ("text", "message"),
     [
         ("(0B2;0F0)OVERLAP_F_B", "overlaps B with F; write the F first"),
-        ("(0F2;0I0)OVERLAP_F_B", "overlaps F with I"),
+        ("(0F2;0W0)OVERLAP_F_B", "overlaps F with W; write the F first and the B or I second"),
         ("(0F2;0X0)OVERLAP_F_B", "names no operation: 'X'"),
         ("(0F2)OVERLAP_F_B", "is not an action"),
         ("(0F2;0B0)", "is not an action"),
@@ -67,6 +67,19 @@ def test_time(schedule: ps.Schedule, overlap: bool) -> None:
     assert times(timeline, "1F2")[0] == times(timeline, "0B0")[1]  # not when the F half ends
     assert times(timeline, "1B2")[0] == pytest.approx(8.8)
     assert timeline.busy == pytest.approx([8.4, 8.4])
+
+
+@pytest.mark.usefixtures("each_engine")
+def test_forward_and_input_gradient() -> None:
+    """F and I of 1 s take the share of their sum that F and B of 3 s take: 2.4 s; W stays alone."""
+    orders = [["0F0", "(0F1;0I0)OVERLAP_F_B", "0W0", "0I1", "0W1"]]
+    schedule = ps.Schedule.from_orders(orders)
+    assert [[str(action) for action in order] for order in schedule.orders] == orders
+    costs = ps.Costs(1, 2, input_grad=1, weight_grad=1, overlapped=2.4)
+    timeline = ps.simulate(ps.lower(schedule, step="none"), costs)
+    assert times(timeline, "0F1") == (1, pytest.approx(1.8))
+    assert times(timeline, "0I0")[1] == pytest.approx(2.6)
+    assert timeline.makespan == pytest.approx(5.6)
 
 
 def test_default_is_the_sum(schedule: ps.Schedule) -> None:

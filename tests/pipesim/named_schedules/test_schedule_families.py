@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from simulated_runs import longest_span, published
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, UnknownNameError
-from pipesim.ops import Overlapped
+from pipesim.ops import Op, Overlapped
 from pipesim.scheduling.registry import _REGISTRY, schedule_info
 
 NAMES = sorted(_REGISTRY)
@@ -29,7 +31,11 @@ UNIT = {
     "weight_grad_bytes": 1,
 }
 #: Values that are tried for an option besides its default.
-OPTIONS = {"n_chunks": st.integers(1, 3), "n_waves": st.integers(1, 2)}
+OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "n_chunks": st.integers(1, 3),
+    "n_waves": st.integers(1, 2),
+    "merged": st.sampled_from([True, "delayed_w"]),
+}
 
 whole_seconds = st.integers(1, 9)
 
@@ -40,7 +46,7 @@ def simulated(schedule: ps.Schedule, **costs: Any) -> ps.Timeline:
 
 
 @st.composite
-def sizes(draw: st.DrawFn, name: str, most: int = 7) -> tuple[int, int, dict[str, int]]:
+def sizes(draw: st.DrawFn, name: str, most: int = 7) -> tuple[int, int, dict[str, Any]]:
     """Numbers of devices and micro-batches that a schedule takes, and options."""
     info = schedule_info(name)
     options = {
@@ -99,6 +105,14 @@ DRAWN = {
     "naive(1, 2, n_chunks=2)": """
         0 | 0F0 1F0 1B0 1B0 0B0 0B0 0F1 1F1 1B1 1B1 0B1 0B1
     """,
+    "1f1b(2, 3, merged=True)": """
+        0 | F0 F1 F2 .. .. B0 B0 .. B1 B1 B2 B2
+        1 | .. F0 F1 B0 B0 F2 B1 B1 B2 B2 .. ..
+    """,
+    "1f1b(2, 4, merged='delayed_w')": """
+        0 | F0 F1 F2 .. F3 I0 W0 I1 W1 .. I2 W2 I3 W3
+        1 | .. F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3 ..
+    """,
     "eager_1f1b(3, 2)": """
         0 | F0 F1 .. .. .. .. .. B0 B0 .. B1 B1
         1 | .. F0 F1 .. .. B0 B0 .. B1 B1 .. ..
@@ -107,6 +121,10 @@ DRAWN = {
     "interleaved_1f1b(2, 2)": """
         0 | 0F0 0F1 2F0 2F1 ..  ..  2B0 2B0 ..  2B1 2B1 0B0 0B0 0B1 0B1
         1 | ..  1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1B0 1B0 1B1 1B1 ..  ..
+    """,
+    "interleaved_1f1b(2, 2, merged=True)": """
+        0 | 0F0 0F1 2F0 2F1 ..  ..  ..  2B0 2B0 2B1 2B1 0B0 0B0 0B1 0B1
+        1 | ..  1F0 1F1 3F0 3F1 3B0 3B0 3B1 3B1 1B0 1B0 1B1 1B1 ..  ..
     """,
     "looped_bfs(2, 1, n_chunks=3)": """
         0 | 0F0 ..  2F0 ..  4F0 ..  ..  ..  4B0 4B0 ..  ..  2B0 2B0 ..  ..  0B0 0B0
@@ -156,7 +174,7 @@ def test_small_cases_are_as_drawn(call: str) -> None:
     name, arguments = call.rstrip(")").split("(")
     parts = [part.split("=") for part in arguments.split(", ")]
     counts = [int(part[0]) for part in parts if len(part) == 1]
-    options = {part[0]: int(part[1]) for part in parts if len(part) == 2}
+    options = {part[0]: ast.literal_eval(part[1]) for part in parts if len(part) == 2}
     timeline = simulated(ps.schedule(name, *counts, **options))
     assert draw(timeline, transfers=False) == grid(DRAWN[call])
 
@@ -283,6 +301,87 @@ def test_groups_of_pipeoffload(p: int, v: int, data: st.DataObject) -> None:
 def test_groups_that_are_refused(size: int) -> None:
     with pytest.raises(ArgumentError, match=r"group_size must be 2\.\.4 for 4 devices, got "):
         ps.schedule("gis", 4, 20, group_size=size)
+
+
+def published_order(p: int, m: int, v: int, g: int, warm_up: int, merged: bool) -> list[str]:
+    """Return an order of Megatron-LM, or of Victarry's page, from their rules, on one device.
+
+    Forwards go group by group, and in a group chunk by chunk; backwards too, last chunk first.
+    After the warm-up, forwards and backwards alternate, or run as pairs.
+    """
+    forwards: list[tuple[int, int]] = []
+    for first in range(0, m, g):
+        group = range(first, min(first + g, m))
+        forwards += [(chunk, microbatch) for chunk in range(v) for microbatch in group]
+    backwards = [(v - 1 - chunk, microbatch) for chunk, microbatch in forwards]
+    texts = [f"{chunk}F{j}" for chunk, j in forwards[:warm_up]]
+    for (f, j), (b, k) in zip(forwards[warm_up:], backwards, strict=False):
+        texts += [f"({f}F{j};{b}B{k})OVERLAP_F_B"] if merged else [f"{f}F{j}", f"{b}B{k}"]
+    return texts + [f"{chunk}B{j}" for chunk, j in backwards[len(forwards[warm_up:]) :]]
+
+
+@given(p=st.integers(1, 4), v=st.integers(1, 3), merged=st.booleans(), data=st.data())
+def test_orders_of_megatron_and_victarry(p: int, v: int, merged: bool, data: st.DataObject) -> None:
+    """``get_pp_rank_microbatches`` and ``get_schedule_table`` of Megatron-LM, groups of any size.
+
+    Merged orders with groups of ``p`` are also those of "interleaved with overlap" and, for one
+    chunk, "1F1B with overlap" of github.com/Victarry/PP-Schedule-Visualization.
+    """
+    g = data.draw(st.integers(p, 2 * p + 1))
+    m = g * data.draw(st.integers(1, 3)) + data.draw(st.sampled_from([0, *range(p, g)]))
+    schedule = ps.schedule("interleaved_1f1b", p, m, n_chunks=v, group_size=g, merged=merged)
+    for device, order in enumerate(schedule.orders):
+        warm_up = min(2 * (p - device - 1) + (v - 1) * g + merged, m * v)
+        expected = published_order(p, m, v, g, warm_up, merged)
+        assert [re.sub(r"\d+(?=[FB]\d)", lambda x: str(int(x[0]) // p), str(a)) for a in order] == (
+            expected
+        )
+    if v == 1 and merged:
+        assert schedule == ps.schedule("1f1b", p, m, merged=True)
+    timeline, form = simulated(schedule), schedule_info("interleaved_1f1b")
+    options = {"n_chunks": v, "group_size": g, "merged": merged}
+    assert timeline.bubble_fraction == form.bubble.of(p, m, **options)
+    assert timeline.memory.peak.max() / v == form.activations.of(p, m, **options)
+
+
+@given(p=st.integers(1, 4), v=st.integers(1, 3), rounds=st.integers(1, 3), both=st.integers(2, 9))
+def test_seconds_of_merged_pairs(p: int, v: int, rounds: int, both: int) -> None:
+    """Pairs fill the steady state of the last device; F and B of 3 s are alone elsewhere."""
+    m, alone = rounds * p, ((v - 1) * p + 1) * (3 - both) + 3 * (p - 1)
+    timeline = simulated(
+        ps.schedule("interleaved_1f1b", p, m, n_chunks=v, merged=True), overlapped=both
+    )
+    assert timeline.makespan == pytest.approx(v * m * both + alone)
+
+
+def test_delayed_w_follow_their_pairs() -> None:
+    """W of a micro-batch comes right after its I, which is half of a pair but in the cool-down."""
+    schedule = ps.schedule("interleaved_1f1b", 2, 4, merged="delayed_w")
+    whole = ps.schedule("interleaved_1f1b", 2, 4, merged=True)
+    without = schedule.op != Op.W
+    assert (schedule.op[without] == np.where(whole.op == Op.B, Op.I, whole.op)).all()
+    assert whole.overlapped is not None
+    assert schedule.overlapped is not None
+    assert (schedule.overlapped[without] == whole.overlapped).all()
+    (w,) = np.nonzero(~without)
+    assert (schedule.op[w - 1] == Op.I).all()
+    assert (schedule.microbatch[w - 1] == schedule.microbatch[w]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 3}, "from p to m, any whose remainder .* group_size=3"),
+        ({"group_size": 13}, "group_size, from p to m"),
+        ({"group_size": 5}, "remainder m % group_size is 0 or at least p"),  # 12 % 5 == 2
+        ({"group_size": "5"}, "group_size must be a whole number"),
+        ({"merged": "delay"}, 'merged must be False, True, or "delayed_w"'),
+    ],
+)
+def test_groups_and_pairs_that_are_refused(options: dict[str, Any], message: str) -> None:
+    """Groups as Megatron-LM refuses them."""
+    with pytest.raises(ArgumentError, match=message):
+        ps.schedule("interleaved_1f1b", 4, 12, **options)
 
 
 @given(p=st.integers(1, 5), more=st.integers(0, 6))

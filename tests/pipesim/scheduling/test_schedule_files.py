@@ -164,8 +164,9 @@ REFUSED = {
     "step": ("0F0,0B0,0STEP0\n", "'0STEP0' is no action that a schedule lists (F, B, I, W, R)"),
     "long cell": ("0F0," + "0" * 200, "column 2: 200 characters are no action"),
     "other overlap": (
-        "0F0,(0F1;1I0)OVERLAP_F_B",
-        "overlaps F with I; write the F first and the B second, such as '(0F4;7B1)OVERLAP_F_B'; "
+        "0F0,(0F1;1W0)OVERLAP_F_B",
+        "overlaps F with W; write the F first and the B or I second, such as "
+        "'(0F4;7B1)OVERLAP_F_B'; "
         "torch may run any actions as one",
     ),
     "three at once": (

@@ -150,7 +150,7 @@ def outlined(timeline: ps.Timeline, keep: bool) -> list[list[Event]]:
     for device, events in enumerate(ranks):
         halves = sorted(
             (e for e in events if (device, e["name"]) in rows_by_name),
-            key=lambda e: (e["ts"], "B" in e["name"]),
+            key=lambda e: (e["ts"], "F" not in e["name"]),
         )
         for forward, backward in zip(halves[::2], halves[1::2], strict=True):
             name = f"PP:({forward['name'][3:]};{backward['name'][3:]})OVERLAP_F_B"
@@ -168,11 +168,16 @@ def outlined(timeline: ps.Timeline, keep: bool) -> list[list[Event]]:
 def test_a_simulated_run_comes_back(
     tmp_path_factory: pytest.TempPathFactory, keep: bool, p: int, extra: int, both: float
 ) -> None:
-    """DualPipeV: the same tasks, the same overlapped actions, and the same makespan replayed."""
+    """The same tasks, the same overlapped actions, and the same makespan replayed.
+
+    Of DualPipeV, and of merged F and I whose halves have ranges: without, nothing shows the I.
+    """
     costs = ps.Costs(
         1e-3, 2e-3, 1e-3, 1e-3, overlapped=both, network=ps.Network(latency=1e-4)
     )  # fmt: skip
     schedule = ps.schedule("dualpipev", p, 2 * p + extra)
+    if keep and extra % 2:
+        schedule = ps.schedule("1f1b", p, 2 * p + extra, merged="delayed_w")
     graph = ps.lower(schedule, step="none", hosts="per_device")
     timeline = ps.simulate(graph, costs)
     paths = write(tmp_path_factory.mktemp("traces"), outlined(timeline, keep))
@@ -204,7 +209,7 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("PP:(1F1;1I0)OVERLAP_F_B", {}, r"rank1.json: range .*: .*overlaps F with I; write the F"),
+        ("PP:(1F1;1W0)OVERLAP_F_B", {}, r"rank1.json: range .*: .*overlaps F with W; write the F"),
         ("PP:(1F1)OVERLAP_F_B", {}, "is not an action"),
         ("PP:(1F1;1B7)OVERLAP_F_B", {}, "1B0 is missing on rank 1|0F2 is missing"),
         ("PP:(1F1;1B1)OVERLAP_F_B", {}, "1B0 is missing|1B1 is there twice"),

@@ -365,9 +365,15 @@ def test_types_of_columns(kind: str) -> None:
     assert timeline.makespan == pytest.approx(0.02)
 
 
-def test_overlapped_action() -> None:
-    """An F and a B with the same times are one action; those that ran alone tell the F's share."""
-    schedule = ps.schedule("dualpipev", 4, 10)
+@pytest.mark.parametrize(
+    ("name", "options", "n_pairs", "read_name"),
+    [("dualpipev", {}, 41, "dualpipev"), ("1f1b", {"merged": "delayed_w"}, 24, "measured")],
+)
+def test_overlapped_action(
+    name: str, options: dict[str, str], n_pairs: int, read_name: str
+) -> None:
+    """An F and a B or I with the same times are one action; those alone tell the F's share."""
+    schedule = ps.schedule(name, 4, 10, **options)
     seconds = {"forward": 1, "backward": 2, "input_grad": 1, "weight_grad": 1}
     timeline = ps.simulate(
         ps.lower(schedule),
@@ -376,12 +382,12 @@ def test_overlapped_action() -> None:
     frame = timeline.frame
     frame = frame[frame["op"].isin(["F", "B", "I", "W"])].sort_values(["device", "start"])
     first = frame["overlapped"] & (frame["op"] == "F")
-    assert first.sum() == 41
+    assert first.sum() == n_pairs
     second = first.shift(1, fill_value=False)
     for one, other, column in ((first, second, "end"), (second, first, "start")):
         frame.loc[one, column] = frame.loc[other, column].to_numpy()
     read = ps.Timeline.from_table(frame)
-    assert (read.name, read.makespan) == ("dualpipev", pytest.approx(timeline.makespan))
+    assert (read.name, read.makespan) == (read_name, pytest.approx(timeline.makespan))
     compute = np.isin(timeline.graph.op, [ps.Op.F, ps.Op.B, ps.Op.I, ps.Op.W])
     assert sorted(read.end[np.isin(read.graph.op, [ps.Op.F, ps.Op.B, ps.Op.I, ps.Op.W])]) == (
         pytest.approx(sorted(timeline.end[compute]))
