@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pipesim.errors import ArgumentError
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.parallel import SEARCHED
+from pipesim.named_schedules.patterns import Merged
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import ScheduleInfo, schedule_info
@@ -41,6 +42,9 @@ class PlanChoice:
         Micro-batches of a replica in a step; accumulation steps if ``pipeline_parallel`` is 1.
     schedule, n_chunks, n_slices
         Name of the schedule, stages of each device, and slices of each sequence.
+    merged, group_size
+        Whether F and B run as one action, and micro-batches of a group, as in `pipesim.plan`; None
+        for groups of the schedule's own size.
     recompute, shard_optimizer, sequence_parallel, shard_parameters
         As in `pipesim.plan`.
     layers_per_stage
@@ -82,6 +86,15 @@ class PlanChoice:
     shard_parameters: ShardParameters = "none"
     offload: str = "none"
     n_slices: int = 1
+    merged: Merged = False
+    group_size: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the schedule, without its costs."""
+        info, groups = schedule_info(self.schedule), self.group_size
+        options = schedule_options(info, self.n_chunks, self.n_slices, self.merged)
+        return options if groups is None else {**options, "group_size": groups}
 
     @property
     def gpus_per_device(self) -> int:
@@ -135,7 +148,8 @@ class PlanChoice:
             sizes_text(self),
             self.schedule
             + (f" x{self.n_chunks}" if self.n_chunks > 1 else "")
-            + " for costs" * self.ordered_for_costs,
+            + " for costs" * self.ordered_for_costs
+            + merged_text(self),
             microbatches_text(self),
         ]
         if self.recompute != "none":
@@ -230,6 +244,13 @@ def slices_text(choice: PlanChoice) -> str:
     return f" in {choice.n_slices} slices" if choice.n_slices > 1 else ""
 
 
+def merged_text(choice: PlanChoice) -> str:
+    """Return groups and merged pairs of an order, such as " in groups of 8, F and B merged"."""
+    groups = f" in groups of {choice.group_size}" if choice.group_size else ""
+    texts = {False: "", True: ", F and B merged", "delayed_w": ", F and I merged"}
+    return groups + texts[choice.merged]
+
+
 def sharding_text(choice: PlanChoice) -> str:
     """Return how replicas share parameters, such as "parameters gathered for every use"."""
     value = choice.shard_parameters
@@ -312,25 +333,31 @@ def placement_of(choice: PlanChoice) -> Placement:
 
 def hides_exchanges(choice: PlanChoice) -> bool:
     """Return whether exchanges of experts may run behind the compute of another micro-batch."""
-    return choice.expert_parallel > 1 and choice_facts(choice).schedule.overlapped is not None
+    if choice.expert_parallel == 1:
+        return False
+    return bool(choice.merged) or choice_facts(choice).schedule.overlapped is not None
 
 
 def choice_facts(choice: PlanChoice) -> OrderFacts:
     """Return `order_facts` of the schedule of a choice."""
-    return order_facts(choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_slices)
+    return order_facts(
+        choice.schedule, choice.pipeline_parallel, choice.n_chunks, choice.n_slices, choice.merged
+    )
 
 
-def order_facts(name: str, n_devices: int, n_chunks: int, n_slices: int = 1) -> OrderFacts:
+def order_facts(
+    name: str, n_devices: int, n_chunks: int, n_slices: int = 1, merged: Merged = False
+) -> OrderFacts:
     """Return placement and operations of a schedule, from the order of few micro-batches."""
-    return order_facts_of(schedule_info(name), n_devices, n_chunks, n_slices)
+    return order_facts_of(schedule_info(name), n_devices, n_chunks, n_slices, merged)
 
 
 @lru_cache(maxsize=4096)
 def order_facts_of(
-    info: ScheduleInfo, n_devices: int, n_chunks: int, n_slices: int = 1
+    info: ScheduleInfo, n_devices: int, n_chunks: int, n_slices: int = 1, merged: Merged = False
 ) -> OrderFacts:
     """Return `order_facts` of an entry of the registry, which a later registration replaces."""
-    options = schedule_options(info, n_chunks, n_slices)
+    options = schedule_options(info, n_chunks, n_slices, merged)
     counts = [n_slices * k for k in range(-(-n_devices // n_slices), 2 * n_devices + 1)]
     n = next((k for k in counts if info.allows(n_devices, k, **options)), counts[0])
     built = info.make(n_devices, n, **options)
@@ -353,7 +380,11 @@ def takes_slices(name: str) -> bool:
     return "n_slices" in schedule_info(name).options
 
 
-def schedule_options(info: ScheduleInfo, n_chunks: int, n_slices: int) -> dict[str, Any]:
+def schedule_options(
+    info: ScheduleInfo, n_chunks: int, n_slices: int, merged: Merged = False
+) -> dict[str, Any]:
     """Return the options of a schedule for numbers of chunks and of slices, if it takes them."""
-    values = {"n_chunks": n_chunks, "n_slices": n_slices}
+    values: dict[str, Any] = {"n_chunks": n_chunks, "n_slices": n_slices}
+    if merged:
+        values["merged"] = merged
     return {name: value for name, value in values.items() if name in info.options}

@@ -18,6 +18,7 @@ from pipesim.network.network import Network
 from pipesim.ops import Op
 from pipesim.planning.choice import (
     PlanChoice,
+    merged_text,
     offload_text,
     placement_of,
     sharding_text,
@@ -272,7 +273,7 @@ def _split(choice: PlanChoice) -> str:
 
 
 def _schedule(choice: PlanChoice) -> str:
-    return choice.schedule + " for costs" * choice.ordered_for_costs
+    return choice.schedule + " for costs" * choice.ordered_for_costs + merged_text(choice)
 
 
 def _borders(choice: PlanChoice) -> str:

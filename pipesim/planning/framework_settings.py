@@ -12,10 +12,9 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.lower import lower
 from pipesim.models.precision import Precision
-from pipesim.planning.choice import PlanChoice, layers_text, schedule_options
+from pipesim.planning.choice import PlanChoice, layers_text
 from pipesim.scheduling.placement import Layout, Placement
 from pipesim.scheduling.registry import schedule as named_schedule
-from pipesim.scheduling.registry import schedule_info
 from pipesim.scheduling.schedule import Schedule
 
 
@@ -98,9 +97,8 @@ class TrainerSettings:
                     f"and {expected[2]}"
                 )
             return schedule
-        options = schedule_options(schedule_info(choice.schedule), choice.n_chunks, choice.n_slices)
         return named_schedule(
-            choice.schedule, choice.pipeline_parallel, choice.n_scheduled, **options
+            choice.schedule, choice.pipeline_parallel, choice.n_scheduled, **choice.options
         )
 
     @property

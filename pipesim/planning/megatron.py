@@ -26,10 +26,15 @@ from pipesim.graph.options import GradSyncs
 from pipesim.lowering.framework_options import LAYOUT_OF_RANKS, FrameworkOptions
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.precision import Precision
+from pipesim.named_schedules.patterns import Merged
 from pipesim.planning.choice import PlanChoice, layer_by_layer
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout
 from pipesim.utils.texts import parse_int
+
+_MERGED, _DELAYED = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
+_GROUPS = ("--microbatch-group-size-per-virtual-pipeline-stage",
+           "--microbatch-group-size-per-vp-stage")  # fmt: skip
 
 # Write.
 
@@ -109,6 +114,8 @@ def megatron_flags(
     flags += ["--overlap-grad-reduce"] * (reduces or gathers)  # which the gather needs
     flags += ["--overlap-param-gather"] * gathers
     flags += _FSDP * choice.shards_parameters
+    flags += [_MERGED] * bool(choice.merged) + [_DELAYED] * (choice.merged == "delayed_w")
+    flags += [_GROUPS[0], str(choice.group_size)] if choice.group_size else []
     if choice.offload != "none":
         flags += ["--fine-grained-activation-offloading", "--offload-modules", *OFFLOADED]
     # Megatron-LM numbers the replicas of a stage in a row unless told otherwise.
@@ -142,11 +149,28 @@ def _check(choice: PlanChoice) -> None:
             f"pipeline_parallel={choice.pipeline_parallel} and n_chunks={choice.n_chunks}"
         )
     rest = choice.n_microbatches % choice.pipeline_parallel
-    if chunked and rest:
+    if chunked and rest and not choice.group_size:
         raise ArgumentError(
             f"Megatron-LM runs interleaved_1f1b with a multiple of pipeline_parallel="
             f"{choice.pipeline_parallel} micro-batches; got {choice.n_microbatches}"
         )
+    if reason := _merged_reason(choice):
+        raise ArgumentError(f"Megatron-LM merges F and B {reason}; plan with merged=False")
+
+
+def _merged_reason(choice: PlanChoice) -> str:
+    """Return why Megatron-LM does not merge F and B of a configuration; empty if it may."""
+    if not choice.merged:
+        return ""
+    if choice.pipeline_parallel > 1 and choice.n_chunks == 1:
+        return "of pipelines only with several stages a device, got one"
+    if choice.expert_parallel == 1:
+        return "only with experts on several GPUs, got expert_parallel=1"
+    if choice.recompute == "full":
+        return 'without full recompute, got recompute="full"'
+    if choice.is_layer_by_layer:
+        return "here without gathers layer by layer: the schedule naive has no pairs"
+    return ""
 
 
 def _check_sharing(choice: PlanChoice, has_experts: bool) -> None:
@@ -184,8 +208,6 @@ _REFUSED: Mapping[str, str] = {
     "--hybrid-override-pattern": "layers of several kinds",
     "--encoder-num-layers": "an encoder and a decoder",
     "--decoder-num-layers": "an encoder and a decoder",
-    "--overlap-moe-expert-parallel-comm": "F and B of two micro-batches in one another",
-    "--delay-wgrad-compute": "gradients of weights that wait",
     "--defer-embedding-wgrad-compute": "gradients of the embedding that wait",
     "--cpu-offloading": "weights or activations of some layers in host memory",
     "--cpu-offloading-num-layers": "weights or activations of some layers in host memory",
@@ -221,8 +243,6 @@ _BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 #: Flags with "pipeline" in their name that do not change it.
 _HARMLESS = ("--pipeline-model-parallel-comm-backend", "--deallocate-pipeline-outputs",
              "--rl-inference-pipeline-model-parallel-size")  # fmt: skip
-_GROUPS = ("--microbatch-group-size-per-virtual-pipeline-stage",
-           "--microbatch-group-size-per-vp-stage")  # fmt: skip
 
 
 def read_megatron(
@@ -279,8 +299,7 @@ def read_megatron(
     n_chunks = len(sizes) // p if sizes else chunks_of_devices(read, p)
     replicas = replicas_of("flags", gpus, t * c * p)
     size, batch, count = _batches(read, replicas, gpus)
-    if n_chunks > 1:
-        _check_interleaving(read, p, count)
+    group_size = _group_size(read, p, count, n_chunks)
     shard_parameters, shard_optimizer = _sharding(read, replicas)
     parts = read.count("--expert-tensor-parallel-size") or t
     choice = PlanChoice(
@@ -300,8 +319,12 @@ def read_megatron(
         expert_tensor_parallel=parts if parts != t and (x > 1 or "--num-experts" in read) else 0,
         shard_parameters=shard_parameters,
         offload=_offload(read),
+        merged=_merged(read),
+        group_size=group_size,
     )
     choice = layer_by_layer(choice)
+    if reason := _merged_reason(choice):
+        raise ArgumentError(f"flags: {_MERGED} merges F and B {reason}; leave it out")
     grad_sync, gather_parameters = _exchange(read, choice)
     framework = _framework(read)
     return TrainerSettings(
@@ -342,20 +365,39 @@ def _batches(read: Flags, replicas: int, gpus: int | None) -> tuple[int, int, in
     return size, batch, whole_number("flags", batch, size * replicas, why)
 
 
-def _check_interleaving(read: Flags, p: int, n_microbatches: int) -> None:
-    for name in _GROUPS:
-        group = read.count(name, p)
-        if group != p:
+def _merged(read: Flags) -> Merged:
+    """Return whether F and B are merged, and W delayed."""
+    merged, delays = read.switch(_MERGED), read.switch(_DELAYED)
+    if delays and not merged:
+        raise ArgumentError(f"flags: {_DELAYED} needs {_MERGED}; add it, or leave both out")
+    if merged and read.switch("--moe-shared-expert-overlap"):
+        raise ArgumentError(
+            f"flags: {_MERGED} and --moe-shared-expert-overlap contradict each other; give one"
+        )
+    return "delayed_w" if delays else merged
+
+
+def _group_size(read: Flags, p: int, n_microbatches: int, n_chunks: int) -> int | None:
+    """Return the micro-batches of a group; None for as many as devices."""
+    sizes = {name: size for name in _GROUPS if (size := read.count(name)) is not None}
+    if n_chunks == 1:
+        return None
+    for name, size in sizes.items():
+        rest = n_microbatches % size
+        if not p <= size <= n_microbatches or 0 < rest < p:
             raise ArgumentError(
-                f"flags: {name} must be --pipeline-model-parallel-size, {p}, got {group}; the "
-                "schedule interleaved_1f1b has groups of this size"
+                f"flags: {name} must be from --pipeline-model-parallel-size, {p}, to the "
+                f"{n_microbatches} micro-batches of a replica, and no smaller last group may be "
+                f"left, got {size}"
             )
+        return None if size == p else size
     if n_microbatches % p:
         raise ArgumentError(
             f"flags: with several stages a device the micro-batches of a replica must be a "
             f"multiple of --pipeline-model-parallel-size, {p}; --global-batch-size makes "
             f"{n_microbatches}"
         )
+    return None
 
 
 def _recompute(read: Flags, sizes: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import FixedSettings, Parallel, as_parallel, takes_settings
 from pipesim.models.transformer import Transformer
+from pipesim.named_schedules.patterns import Merged
 from pipesim.planning.choice import Evaluation, PlanChoice
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.plan_evaluator import Evaluator
@@ -68,6 +69,8 @@ def plan(
     shard_parameters: ShardParameters | Sequence[ShardParameters] | None = None,
     offload: str | float | Sequence[str | float] | None = None,
     n_slices: int | Sequence[int] | None = None,
+    merged: Merged | Sequence[Merged] | None = None,
+    group_size: int | Sequence[int] | None = None,
     split: PlanSplit = "refined",
     layout: Layout | None = None,
     grad_sync: GradSync | None = None,
@@ -142,6 +145,13 @@ def plan(
         default ``"none"``. The network of the cluster must have a link to the host.
     n_slices
         Slices of each sequence, for schedules that take slices; by default 1, whole sequences.
+    merged
+        Whether F and B of two micro-batches run as one action, as in ``"interleaved_1f1b"`` of
+        `pipesim.schedule`; by default False, since their exchanges are many tasks to simulate. Of
+        ``[False, True, "delayed_w"]``, the last two are tried with ``expert_parallel`` above 1,
+        where exchanges hide.
+    group_size
+        Micro-batches of a group, for schedules that take groups; by default their own.
     split
         Layers of each stage: ``"balanced"``, such that the busiest device has as little work as
         possible; ``"refined"`` (the default), balanced, and those of the best few moved as long as
@@ -217,6 +227,7 @@ def plan(
         sequence_parallel=sequence_parallel, context_parallel=context_parallel,
         expert_parallel=expert_parallel, expert_tensor_parallel=expert_tensor_parallel,
         shard_parameters=shard_parameters, offload=offload, n_slices=n_slices,
+        merged=merged, group_size=group_size,
     )  # fmt: skip
     problem = replace(problem, measured_size=space.measured_size(problem))
     filters = checked_filters(where)

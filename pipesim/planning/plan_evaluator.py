@@ -52,8 +52,8 @@ from pipesim.utils.texts import format_bytes
 _MOST_GRAPHS = 256
 #: Fields of a choice on which its placement, its order for equal costs, and the costs of its layers
 #: depend.
-_PLACE = ("schedule", "pipeline_parallel", "n_chunks", "n_slices")
-_ORDER = (*_PLACE, "n_microbatches")
+_PLACE = ("schedule", "pipeline_parallel", "n_chunks", "n_slices", "merged")
+_ORDER = (*_PLACE, "n_microbatches", "group_size")
 _LAYERS = (*SEARCHED, "n_slices")
 
 

@@ -134,7 +134,7 @@ class PlanSearch:
         self.left = self.left[place:]
         graph_settings = attrgetter(
             "schedule", "pipeline_parallel", "n_chunks", "n_microbatches", "data_parallel",
-            "shard_optimizer", "n_slices",
+            "shard_optimizer", "n_slices", "merged",
         )  # fmt: skip
         chosen.sort(key=lambda row: graph_settings(row[0]))  # those of one worker share graphs
         return [chosen[k : k + _BATCH] for k in range(0, len(chosen), _BATCH)], n_done

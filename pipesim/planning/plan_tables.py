@@ -16,6 +16,7 @@ from pipesim.planning.choice import (
     Evaluation,
     PlanChoice,
     layers_text,
+    merged_text,
     offload_text,
     sharding_text,
     sizes_text,
@@ -152,6 +153,7 @@ def _short_name(choice: PlanChoice) -> str:
 #: Further settings of short names, one after the other until names differ.
 _DETAILS: tuple[Callable[[PlanChoice], str], ...] = (
     lambda choice: f", {choice.schedule}",
+    merged_text,
     lambda choice: ", distributed optimizer" * choice.shard_optimizer,
     lambda choice: f", {sharding_text(choice)}" * choice.shards_parameters,
     lambda choice: f", {offload_text(choice)}" * (choice.offload != "none"),

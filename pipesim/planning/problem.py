@@ -31,7 +31,6 @@ from pipesim.planning.choice import (
     hides_exchanges,
     order_facts,
     placement_of,
-    schedule_options,
 )
 from pipesim.planning.cluster import Cluster
 from pipesim.scheduling.placement import Layout, replica_devices
@@ -155,16 +154,12 @@ class PlanProblem:
 
     def schedule(self, choice: PlanChoice, costs: Costs) -> Schedule:
         """Return the schedule of a choice, ordered for its costs if the schedule takes costs."""
-        options = self.options(choice)
+        options = choice.options
         if choice.ordered_for_costs:
             options["costs"] = costs
         return named_schedule(
             choice.schedule, choice.pipeline_parallel, choice.n_scheduled, **options
         )
-
-    def options(self, choice: PlanChoice) -> dict[str, Any]:
-        """Return the options of the schedule of a choice, without its costs."""
-        return schedule_options(schedule_info(choice.schedule), choice.n_chunks, choice.n_slices)
 
     def takes_costs(self, name: str) -> bool:
         """Return whether a schedule orders its tasks for costs."""

@@ -16,6 +16,7 @@ from pipesim.graph.options import StageOffload, checked_offload
 from pipesim.lowering.parameter_shards import ShardParameters, checked_shard_parameters
 from pipesim.models.parallel import RECOMPUTE
 from pipesim.models.transformer import Transformer
+from pipesim.named_schedules.patterns import Merged, checked_merged
 from pipesim.planning import possible_settings
 from pipesim.planning.choice import (
     Evaluation,
@@ -62,6 +63,8 @@ class SearchSpace:
     shard_parameters: tuple[ShardParameters, ...] | None = None
     offload: tuple[str, ...] | None = None
     n_slices: tuple[int, ...] | None = None
+    merged: tuple[Merged, ...] | None = None
+    group_size: tuple[int, ...] | None = None
 
     @classmethod
     def checked(cls, **values: Any) -> SearchSpace:
@@ -71,6 +74,7 @@ class SearchSpace:
             "shard_optimizer": check_flag, "sequence_parallel": check_flag,
             "shard_parameters": lambda _, x: checked_shard_parameters(x), "offload": _offload,
             "expert_tensor_parallel": partial(check_count, minimum=0),
+            "merged": lambda _, x: checked_merged(x),
         }  # fmt: skip
         return cls(
             **{
@@ -210,10 +214,12 @@ class Listing:
                 )  # fmt: skip
                 continue
             for name, chunks, slices, modes in self._orders(pp):
-                self._fill_order(PlanChoice(
-                    tp, pp, dp, size, batch // dp // size, name, chunks, "none", False, False, (),
-                    context_parallel=cp, n_slices=slices,
-                ), modes)  # fmt: skip
+                in_groups = "group_size" in schedule_info(name).options
+                for groups in (self.space.group_size if in_groups else None) or (None,):
+                    self._fill_order(PlanChoice(
+                        tp, pp, dp, size, batch // dp // size, name, chunks, "none", False, False,
+                        (), context_parallel=cp, n_slices=slices, group_size=groups,
+                    ), modes)  # fmt: skip
 
     def _fill_order(self, base: PlanChoice, modes: Sequence[ShardParameters]) -> None:
         info = schedule_info(base.schedule)
@@ -225,13 +231,13 @@ class Listing:
             )
             self.invalid.append(invalid(base, reason))
             return
-        options = self.problem.options(base)
-        if not info.allows(base.pipeline_parallel, base.n_scheduled, **options):
+        if not info.allows(base.pipeline_parallel, base.n_scheduled, **base.options):
             what = "slices" if base.n_slices > 1 else "micro-batches"
             reason = (
                 f"{base.schedule} takes {info.counts.text}; got {base.pipeline_parallel} devices "
                 f"and {base.n_scheduled} {what}" + f" (n_slices={base.n_slices})" * (what[0] == "s")
-            )
+                + (f" in groups of {base.group_size}" if base.group_size else "")
+            )  # fmt: skip
             self.invalid.append(invalid(base, reason))
             return
         if reason := setting_reason(self.problem, base):
@@ -277,7 +283,11 @@ class Listing:
                 shard_parameters=parameters, offload=offload,
             )  # fmt: skip
             for parts, experts in self._expert_sizes(choice):
-                yield with_settings(choice, expert_parallel=experts, expert_tensor_parallel=parts)
+                for merged in self._merged(base.schedule, experts):
+                    yield with_settings(
+                        choice, expert_parallel=experts, expert_tensor_parallel=parts,
+                        merged=merged,
+                    )  # fmt: skip
 
     def _expert_sizes(self, choice: PlanChoice) -> Iterator[tuple[int, int]]:
         """Yield GPUs that share an expert, and GPUs that divide the experts of a layer."""
@@ -291,6 +301,16 @@ class Listing:
                 problem, choice, parts
             ):
                 yield parts, experts
+
+    def _merged(self, name: str, experts: int) -> Sequence[Merged]:
+        """Return which tasks of an order are merged, of the listed: alone where exchanges hide."""
+        listed = self.space.merged or (False,)
+        takes = "merged" in schedule_info(name).options
+        if not takes and False not in listed:
+            self._rule_out_once(partial_choice(schedule=name), f"{name} merges no F and B")
+            return ()
+        gains = takes and (experts > 1 or False not in listed)
+        return listed if gains else (False,)
 
     def _rule_out(self, reason: str, **settings: int) -> None:
         self.invalid.append(invalid(partial_choice(**settings), reason))
@@ -391,7 +411,7 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
     n_microbatches, layers = single.pop("n_microbatches"), single.pop("layers_per_stage")
     ordered = check_flag("ordered_for_costs", single.pop("ordered_for_costs"))
     for name, value in single.items():
-        may_be_missing = name in ("data_parallel", "n_chunks")
+        may_be_missing = name in ("data_parallel", "n_chunks", "group_size")
         is_value = isinstance(value, (str, bool, Real))
         if not is_value and not (value is None and may_be_missing):
             raise ArgumentError(f"{name} must be one value, got {value!r:.60}")

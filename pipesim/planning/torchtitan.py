@@ -241,6 +241,12 @@ def _check_sharing(choice: PlanChoice, model: Transformer | Layers) -> None:
         raise ArgumentError(
             f"torchtitan runs whole sequences; got n_slices={choice.n_slices}; plan with n_slices=1"
         )
+    if choice.merged or choice.group_size:
+        raise ArgumentError(
+            "torchtitan merges no F and B, and groups as many micro-batches as devices; got "
+            f"merged={choice.merged!r} and group_size={choice.group_size}; plan with merged=False "
+            "and without group_size"
+        )
     if choice.offload != "none":
         raise ArgumentError(
             f"torchtitan offloads no activations; got offload={choice.offload!r}; plan with "

@@ -126,6 +126,7 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
             "context_parallel",
             "expert_parallel",
             "n_slices",
+            "group_size",
         )
     },
     ("ps.Keys", "frequencies"): (("[[1], [1, 2]]",), "tables of one row and of two"),

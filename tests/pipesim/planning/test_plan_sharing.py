@@ -71,12 +71,16 @@ def by_hand(
         options["n_chunks"] = choice.n_chunks
     if choice.n_slices > 1:
         options["n_slices"] = choice.n_slices
+    if choice.merged:
+        options["merged"] = choice.merged
+    if choice.group_size:
+        options["group_size"] = choice.group_size
     schedule = ps.schedule(
         choice.schedule, choice.pipeline_parallel, choice.n_microbatches * choice.n_slices,
         **options,
     )  # fmt: skip
     experts: dict[str, Any] = {}
-    if choice.schedule == "dualpipev" and choice.expert_parallel > 1:
+    if (choice.schedule == "dualpipev" or choice.merged) and choice.expert_parallel > 1:
         experts = {"expert_layers": costs.expert_layers, "expert_replicas": costs.expert_replicas}
     graph = ps.lower(
         schedule, n_replicas=choice.data_parallel, layout="stage_major",
@@ -95,6 +99,9 @@ def by_hand(
         (EXPERTS, {"expert_parallel": 4, "expert_tensor_parallel": 1, "schedules": "1f1b",
                    "tensor_parallel": 2, "sequence_parallel": True}),
         (EXPERTS, {"expert_parallel": 2, "schedules": "dualpipev"}),
+        (EXPERTS, {"expert_parallel": 2, "schedules": "interleaved_1f1b", "n_chunks": 3,
+                   "merged": "delayed_w", "group_size": 4}),
+        (DENSE, {"merged": True, "schedules": "1f1b"}),
         (DENSE, {"context_parallel": 2, "schedules": "zb_h1"}),
         (DENSE, {"shard_parameters": "every", "schedules": "1f1b"}),
         (DENSE, {"shard_parameters": "every", "pipeline_parallel": 1}),
@@ -126,6 +133,28 @@ def test_steps_and_memory_are_those_of_public_functions(
     columns = {name: value for name, value in options.items() if name != "schedules"}
     for name, value in columns.items():
         assert {str(x) for x in plans.table[name]} == {str(value)}
+
+
+def test_merged_orders_are_tried_where_exchanges_hide() -> None:
+    """With experts on several GPUs, and not of a schedule without pairs; there they win."""
+    network = ps.Network(nodes=ps.Nodes(8, 1e-6, 5e10, 5e-6, 1e9))
+    plans = ps.plan(
+        EXPERTS, ps.Cluster(n_gpus=8, gpu="a100_80gb", network=network), tensor_parallel=1,
+        microbatch_size=4, pipeline_parallel=2, n_chunks=3, global_batch=64,
+        schedules=["interleaved_1f1b", "looped_bfs"], expert_parallel=[1, 4], recompute="none",
+        shard_optimizer=False, progress=False, split="balanced", n_best=10**6,
+        merged=[False, True],
+    )  # fmt: skip
+    table = plans.table
+    merged = table[table["merged"].astype(bool)]
+    columns = ["schedule", "expert_parallel"]
+    assert merged[columns].to_numpy().tolist() == [["interleaved_1f1b", 4]]
+    assert len(table) == 5
+    same = (table[columns] == ["interleaved_1f1b", 4]).all(axis=1)
+    plain = table[same & ~table["merged"].astype(bool)]
+    assert merged.index[0] == 0
+    assert merged["step"].item() < 0.95 * plain["step"].item()
+    assert "interleaved_1f1b x3, F and B merged, 4 micro" in str(plans.ranked[0].choice)
 
 
 def test_one_device_gathers_layer_by_layer() -> None:

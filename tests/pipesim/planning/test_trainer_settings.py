@@ -26,6 +26,7 @@ MODEL = ps.Transformer(
 LAYERS = {1: [(8,)], 2: [(4, 4), (5, 3)], 4: [(2,) * 4, (3, 2, 2, 1)], 8: [(1,) * 8]}
 #: Flags of one device, to which tests add others.
 LEAST = "--micro-batch-size 1 --global-batch-size 8"
+MERGED = f"{LEAST} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
 
 
 def choices(schedules: dict[str, int]) -> Iterator[PlanChoice]:
@@ -89,6 +90,39 @@ def test_offload_of_megatron() -> None:
     fewer = flags.replace(OFFLOADED[0], "")
     with pytest.raises(ArgumentError, match="--offload-modules must be all of attn_norm"):
         ps.read_megatron(fewer, n_layers=8, n_gpus=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"merged": True}, "--overlap-moe-expert-parallel-comm"),
+        ({"merged": "delayed_w"}, "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"),
+        ({"group_size": 5, "n_microbatches": 14},
+         "--microbatch-group-size-per-virtual-pipeline-stage 5"),
+    ],
+)  # fmt: skip
+def test_merged_orders_and_groups_of_megatron(changes: dict[str, Any], flags: str) -> None:
+    """Flags that are read as the choice that they were written for, and its schedule."""
+    choice = PlanChoice(
+        pipeline_parallel=4, data_parallel=2, n_microbatches=16, schedule="interleaved_1f1b",
+        n_chunks=2, layers_per_stage=(1,) * 8, expert_parallel=2,
+    )  # fmt: skip
+    choice = replace(choice, **changes)
+    written = megatron_flags(choice, batch_of(choice), "stage_major", FrameworkOptions())
+    assert written.endswith(flags)
+    settings = ps.read_megatron(written, n_layers=8, n_gpus=8)
+    assert settings.choice == choice
+    options = {name: value for name, value in changes.items() if name != "n_microbatches"}
+    expected = ps.schedule("interleaved_1f1b", 4, choice.n_microbatches, **options)
+    assert settings.schedule == expected
+    merged = replace(choice, merged=True)
+    for refused, message in (
+        ({"schedule": "1f1b", "n_chunks": 1, "layers_per_stage": (2,) * 4}, "several stages a d"),
+        ({"expert_parallel": 1}, "only with experts on several GPUs"),
+        ({"recompute": "full"}, "without full recompute"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            megatron_flags(replace(merged, **refused), 32, "stage_major", FrameworkOptions())
 
 
 @pytest.mark.slow
@@ -312,7 +346,9 @@ def test_sharding_of_megatron(flags: str, sharing: tuple[str, bool]) -> None:
         (f"{LEAST} --pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2",
          "must be a multiple of --pipeline-model-parallel-size, 3; --global-batch-size makes 8"),
         (f"{LEAST} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
-         "--microbatch-group-size-per-virtual-pipeline-stage 8", "must be --pipeline-model-parall"),
+         "--microbatch-group-size-per-virtual-pipeline-stage 3", "must be from --pipeline-model-p"),
+        (f"{LEAST} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+         "--microbatch-group-size-per-vp-stage 6", "no smaller last group may be left, got 6"),
         (f"{LEAST} --recompute-granularity some", "unknown flags: --recompute-granularity 'some'"),
         (f"{LEAST} --recompute-granularity selective --recompute-modules mhc",
          "unknown flags: --recompute-modules 'mhc'"),
@@ -322,7 +358,11 @@ def test_sharding_of_megatron(flags: str, sharing: tuple[str, bool]) -> None:
         (f"{LEAST} --mtp-num-layers 1 --mtp-standalone", "--mtp-standalone needs the stage of"),
         (f"{LEAST} --pipeline-model-parallel-layout EtmL", "has 1 layers of .* the model has 0"),
         (f"{LEAST} --dynamic-context-parallel", "it makes context parallelism of a size for each"),
-        (f"{LEAST} --overlap-moe-expert-parallel-comm", "not understood: it makes F and B of two"),
+        (f"{LEAST} --delay-wgrad-compute", "needs --overlap-moe-expert-parallel-comm; add it"),
+        (f"{LEAST} --overlap-moe-expert-parallel-comm", "only with experts on several GPUs, got e"),
+        (f"{MERGED} --pipeline-model-parallel-size 2", "of pipelines only with several stages"),
+        (f"{MERGED} --recompute-granularity full", "without full recompute, got recompute=.full"),
+        (f"{MERGED} --moe-shared-expert-overlap", "contradict each other; give one"),
         (f"{LEAST} --yaml-cfg run.yaml", "it makes settings of a file, which take the place of"),
         (f"{LEAST} --rampup-batch-size 16 16 5859375", "it makes steps with other batches"),
         (f"{LEAST} --step-batch-size-schedule 0:768", "it makes steps with other batches"),
