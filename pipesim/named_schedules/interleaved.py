@@ -141,8 +141,8 @@ def interleaved_1f1b(
         Megatron-LM, with its rules: from ``p`` to ``m``, and a last round of at least ``p``.
     merged
         ``True`` for pairs of F and B (``--overlap-moe-expert-parallel-comm``), ``"delayed_w"`` for
-        pairs of F and I with W right after them (with ``--delay-wgrad-compute``); False (the
-        default) for none.
+        pairs of F and I with W right after them (with ``--delay-wgrad-compute``, which has W of
+        all layers but the last within the pair); False (the default) for none.
     """
     if group_size is not None:
         check_count("group_size", group_size)
