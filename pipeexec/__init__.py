@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pipeexec.splitting.stages import Stages
     from pipeexec.stages.microbatches import Microbatches
     from pipeexec.stages.sequence_slices import KeyValueCache
+    from pipeexec.stages.split_backward import SplitBackward
     from pipeexec.torch_pipelining.interop import annotate_torch_pipelining, from_torch, to_torch
     from pipeexec.training.train import train
     from pipeexec.validation.equivalence import check_equivalent
@@ -50,6 +51,7 @@ __all__ = [
     "Pipeline",
     "RunOptions",
     "ShardedEmbedding",
+    "SplitBackward",
     "Stages",
     "annotate_torch_pipelining",
     "autograd_graph",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +17,13 @@ from pipesim.errors import ArgumentError
 WRAPPED = "_orig_mod"
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module or one of its parts is compiled."""
-    return any(_in_place(part) or _is_wrapper(part) for part in module.modules())
+def compiled_backends(module: nn.Module) -> list[object]:
+    """Return the backend of each part of a module that is compiled; None where torch hides it."""
+    return [
+        _backend(part._compiled_call_impl if _in_place(part) else part)
+        for part in module.modules()
+        if _in_place(part) or _is_wrapper(part)
+    ]
 
 
 def check_not_compiled(model: nn.Module) -> None:
@@ -59,6 +65,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
             module = module.get_submodule(WRAPPED)
         else:
             return module
+
+
+def _backend(compiled: Any) -> object:
+    """Return the backend of what `torch.compile` returned, which no public name tells."""
+    try:
+        context = inspect.getclosurevars(compiled.get_compiler_config).nonlocals["self"]
+        backend = context.callback
+    except (AttributeError, KeyError):
+        return None
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_fn", None)
 
 
 def _in_place(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeexec.data_parallel.compiled_modules import is_compiled
+from pipeexec.data_parallel.compiled_modules import compiled_backends
 from pipeexec.devices.device import Device, RemoteDevice, Values, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
@@ -21,6 +21,7 @@ from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.microbatches import BatchShares, Microbatches, batch_facts
 from pipeexec.stages.module_call import task_seed
 from pipeexec.stages.sequence_slices import SequenceCut
+from pipeexec.stages.split_backward import SplitBackward
 from pipeexec.stages.stage import StageLike
 from pipeexec.stages.step_loss import LossShapes, StepLoss
 from pipesim.errors import (
@@ -114,15 +115,18 @@ def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
 
 
 def warn_of_compiled(graph: TaskGraph, stages: Sequence[StageLike]) -> None:
-    """Warn if backwards are split, and stages are compiled."""
+    """Warn if backwards are split, and stages are compiled by a backend that splits none."""
     split = stages if (graph.op == Op.W).any() else ()
-    compiled = sorted({stage.index for stage in split if is_compiled(stage.module)})
+    compiled = sorted({
+        stage.index for stage in split
+        if not all(isinstance(x, SplitBackward) for x in compiled_backends(stage.module))
+    })  # fmt: skip
     if compiled:
         warn_caller(
             f"stage {', '.join(map(str, compiled))}: torch computes all gradients of a compiled "
             "module at once, so I computes those of its weights too, and W only those of layers "
-            "that are not compiled; run a schedule without I and W, such as 1f1b, or do not "
-            "compile",
+            "that are not compiled; compile with backend=px.SplitBackward(), or run a schedule "
+            "without I and W, such as 1f1b",
             SplitBackwardWarning,
         )
 

@@ -258,6 +258,16 @@ LAYERS: Mapping[Any, Callable[..., LayerCall | None]] = {
 _PLAIN = (Tensor, nn.Parameter)
 #: Types that autocast casts to its own; it leaves double precision.
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
+#: Key of the `DeferredGradients` of the backward of I that runs in a thread.
+_COLLECTING = "pipeexec.DeferredGradients"
+
+
+def collecting() -> DeferredGradients | None:
+    """Return the store of the backward of I that runs in this thread; None in other backwards."""
+    if not torch._C._is_key_in_tls(_COLLECTING):
+        return None
+    store: DeferredGradients = torch._C._get_obj_in_tls(_COLLECTING)
+    return store
 
 
 class DeferredGradients:
@@ -269,7 +279,7 @@ class DeferredGradients:
     def __init__(self, meter: ActivationMeter | None = None) -> None:
         self.meter = meter
         self.is_collecting = False
-        self._layers: deque[_DeferredLayer] = deque()
+        self._layers: deque[_DeferredLayer | _DeferredGraph] = deque()
 
     def interception(self) -> TorchFunctionMode:
         """Return a context, for F or R, in which layers can defer their weight gradients."""
@@ -282,21 +292,35 @@ class DeferredGradients:
         gradients at once.
         """
         self.is_collecting = True
+        torch._C._stash_obj_in_tls(_COLLECTING, self)  # autograd's threads of GPUs have it, too
         try:
             torch.autograd.backward(outputs, gradients)
         finally:
+            torch._C._remove_obj_from_tls(_COLLECTING)
             self.is_collecting = False
 
     def defer(self, ctx: Any, x: Tensor, gradient: Tensor) -> None:
         """Keep what the gradients of a layer's weight and bias need."""
         x = x.detach()  # otherwise it holds the graph that made it
-        meter = self.meter
-        counted: tuple[CountedTensor, ...] = ()
-        if meter is not None:
-            counted = CountedTensor(meter, x), CountedTensor(meter, gradient)
+        counted = self._count(x, gradient)
         self._layers.append(
             _DeferredLayer(ctx.layer, ctx.options, x, gradient, ctx.parameters, ctx.needed, counted)
         )
+
+    def defer_graph(
+        self,
+        compute: Callable[[list[Tensor]], Sequence[Tensor]],
+        tensors: Sequence[Tensor],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        """Keep what a compiled graph needs, which computes the gradients of parameters."""
+        tensors = [x.detach() for x in tensors]
+        counted = self._count(*tensors)
+        self._layers.append(_DeferredGraph(compute, tensors, tuple(parameters), counted))
+
+    def _count(self, *tensors: Tensor) -> tuple[CountedTensor, ...]:
+        meter = self.meter
+        return () if meter is None else tuple(CountedTensor(meter, x) for x in tensors)
 
     def parameter_ids(self) -> set[int]:
         """Return the ids of the parameters whose gradients are still to come."""
@@ -342,6 +366,19 @@ class _DeferredLayer(NamedTuple):
                 ),
                 (weight, bias),
             )
+
+
+class _DeferredGraph(NamedTuple):
+    """Tensors from which W computes the gradients of the parameters of a compiled graph."""
+
+    compute: Callable[[list[Tensor]], Sequence[Tensor]]
+    tensors: list[Tensor]
+    parameters: tuple[nn.Parameter, ...]
+    counted: tuple[CountedTensor, ...]
+
+    def gradients(self) -> Sequence[Tensor]:
+        with _without_autocast(self.parameters[0].device):
+            return self.compute(self.tensors)
 
 
 def _cast(gradients: WeightGradients, parameters: tuple[Tensor, Tensor | None]) -> WeightGradients:
@@ -454,10 +491,10 @@ class _InterceptionMode(TorchFunctionMode):
     def _can_defer(self, call: LayerCall) -> bool:
         x, bias = call.input, call.bias
         return (
-            _is_deferrable(call.weight)
+            is_deferrable(call.weight)
             and (
                 bias is None
-                or _is_deferrable(bias)
+                or is_deferrable(bias)
                 or (type(bias) in _PLAIN and not bias.requires_grad)
             )
             and type(x) in _PLAIN
@@ -480,7 +517,7 @@ def _autocast_type(call: LayerCall) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def _is_deferrable(parameter: Tensor) -> bool:
+def is_deferrable(parameter: object) -> bool:
     """Return whether a weight's gradient can be deferred: a floating-point parameter, no hooks."""
     return (
         type(parameter) is nn.Parameter

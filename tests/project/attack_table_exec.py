@@ -237,6 +237,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.save_checkpoint": lambda to: {
         "pipeline": with_optimizers(), "path": to / "checkpoint", "keep": 3},
     "px.load_run": lambda to: {"path": _saved(to / "run", validation())},
+    "px.SplitBackward": lambda _: {"compiler": "aot_eager"},
     "px.RunOptions": lambda _: {
         "n_steps": 1, "warm_up": 0, "repeat": 1, "costs": None, "progress": None},
     "px.measure": lambda _: {

@@ -38,10 +38,10 @@ simulate_many sweep trace transformers verify
 """
 PUBLIC_EXEC = """
 EmbeddingStage Experts GPipe GradientAccumulation KeyValueCache LRSchedulers Microbatches Pipeline
-RunOptions ShardedEmbedding Stages annotate_torch_pipelining autograd_graph check_equivalent
-from_torch is_checkpointing is_recomputing join latest_checkpoint load_checkpoint load_run measure
-profile project read_checkpoint save_checkpoint slices split to_torch train validate watch_sync
-workers
+RunOptions ShardedEmbedding SplitBackward Stages annotate_torch_pipelining autograd_graph
+check_equivalent from_torch is_checkpointing is_recomputing join latest_checkpoint load_checkpoint
+load_run measure profile project read_checkpoint save_checkpoint slices split to_torch train
+validate watch_sync workers
 """
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 

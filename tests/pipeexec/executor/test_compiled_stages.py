@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import pipeexec as px
+from pipeexec.stages.activations import ActivationCounter, ActivationMeter
+from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, SplitBackwardWarning
 
 pytestmark = [
@@ -42,7 +44,7 @@ class Backend:
         return run
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def backend() -> Iterator[Backend]:
     torch._dynamo.reset()
     yield Backend()
@@ -112,7 +114,130 @@ def test_split_backwards_of_compiled_stages_warn(backend: Backend) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", SplitBackwardWarning)
         pipeline(layers(0.0), lowered("zb_h1", 2, 3)).close()
+        for compile in (in_place, wrapped):
+            pipeline(compile(layers(0.0), px.SplitBackward()), lowered("zb_h1", 2, 3)).close()
         pipeline(in_place(layers(0.0), backend), lowered("1f1b", 2, 3)).close()
+
+
+# Backwards that `px.SplitBackward` cuts
+
+
+class Feed(nn.Module):
+    """A norm and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(nn.functional.gelu(self.first(self.norm(x))))
+
+
+class Twice(nn.Module):
+    """A layer that two compiled graphs use, and parameters whose gradients are the output's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.shift, self.other = (nn.Parameter(torch.randn(4, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) + self.shift + self.other
+        torch._dynamo.graph_break()
+        return self.layer(torch.tanh(x))
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zbv", "dualpipev", "interleaved_zb"])
+def test_split_backwards_train_as_the_unsplit_model(schedule: str) -> None:
+    """Nothing is compiled after the first step."""
+    torch.manual_seed(0)
+    graph = lowered(schedule, 2, 4)
+    model = nn.Sequential(*(Feed() for _ in range(graph.n_stages)))
+    whole, inputs, targets = copy.deepcopy(model), torch.randn(8, 8), torch.randn(8, 8)
+    loss = mse(whole(inputs), targets)
+    loss.backward()
+    n_graphs = []
+    backend = px.SplitBackward("aot_eager")
+    with pipeline(wrapped(list(model), backend), graph, timeout=None) as subject:
+        for _ in range(2):
+            model.zero_grad()
+            torch.testing.assert_close(subject.step(inputs, targets).loss, loss)
+            n_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert n_graphs[0] == n_graphs[1]
+    for p, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad)
+
+
+def split_backward(
+    compiled: nn.Module, module: nn.Module, index: int, tolerance: float = 1e-6
+) -> tuple[list[int], set[str]]:
+    """Run two micro-batches of a stage as I and W, and compare with the module's own gradients.
+
+    Returns the bytes that the stage holds after both F, both I and both W, and the names of the
+    parameters that have gradients after I.
+    """
+    stage = Stage(compiled, index, torch.device("cpu"), ActivationCounter())
+    stage.meter = meter = ActivationMeter(list(compiled.parameters()))
+    inputs, gradients = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    held = []
+    for x, m in zip(inputs, range(2), strict=True):
+        stage.forward(m, (x,), 0, False, True)
+    held.append(meter.current)
+    own = [stage.input_grad(m, (gradients[m],))[0] for m in range(2)]
+    held.append(meter.current)
+    names = {name for name, p in module.named_parameters() if p.grad is not None}
+    for m in range(2):
+        stage.weight_grad(m)
+    held.append(meter.current)
+    whole = copy.deepcopy(module)
+    whole.zero_grad()
+    leaves = inputs.clone().requires_grad_()
+    for m in range(2):
+        whole(leaves[m]).backward(gradients[m])
+    if index:
+        torch.testing.assert_close(torch.stack(own), leaves.grad, atol=tolerance, rtol=tolerance)
+    for p, other in zip(module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad, atol=tolerance, rtol=tolerance)
+    return held, names
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_weight_gradients_are_left_to_w(index: int) -> None:
+    """I keeps as much for W as without a compiler; norms, whose sums would hold more, are I's."""
+    held, names = split_backward(eager := Feed(), eager, index)
+    module = Feed()
+    compiled = torch.compile(module, backend=px.SplitBackward("aot_eager"))
+    assert split_backward(compiled, module, index) == (held, names)
+    assert held[2] == 0
+    assert names == {"norm.weight", "norm.bias"}
+
+
+def test_inductor_compiles_both_parts() -> None:
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))  # no C++
+    compiled = torch.compile(module, backend=px.SplitBackward())
+    assert split_backward(compiled, module, 1, 1e-5)[1] == set()
+
+
+def test_parameters_of_two_graphs_and_equal_gradients() -> None:
+    """Gradients of W are no views of each other, nor of the gradient of the output."""
+    module = Twice()
+    compiled = torch.compile(module, backend=px.SplitBackward("aot_eager"))
+    assert split_backward(compiled, module, 1)[1] == set()
+
+
+def test_backwards_that_cannot_be_cut() -> None:
+    """I computes all: of dynamic shapes, which a warning says, and of parameters with hooks."""
+    module = Feed()
+    everything = {name for name, _ in module.named_parameters()}
+    compiled = torch.compile(module, backend=px.SplitBackward("aot_eager"), dynamic=True)
+    with pytest.warns(SplitBackwardWarning, match="of 6 parameters cannot be cut.*dynamic"):
+        assert split_backward(compiled, module, 1)[1] == everything
+    module = Feed()
+    compiled = torch.compile(module, backend=px.SplitBackward("aot_eager"), dynamic=False)
+    module.first.weight.register_hook(lambda gradient: gradient)
+    assert split_backward(compiled, module, 1)[1] == everything
+    with pytest.raises(Exception, match=r"takes no mode of torch\.compile"):
+        torch.compile(Feed(), backend=px.SplitBackward(), mode="max-autotune")(torch.ones(4, 8))
 
 
 def test_replicas_of_compiled_stages(backend: Backend) -> None:
