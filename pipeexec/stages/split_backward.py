@@ -161,6 +161,7 @@ def _compile_backward(
             SplitBackwardWarning,
         )
         return compile_whole(graph, values)
+    _split_convolutions(graph.graph)
     # Saved values may have other strides than in the trace that made the graph.
     mode = detect_fake_mode(values)
     FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*values)
@@ -215,6 +216,21 @@ def _obstacle(graph: fx.GraphModule) -> str | None:
         if node.op == "call_function" and node.is_impure():
             return f"it calls {node.target}, which draws random numbers or has other effects"
     return None
+
+
+def _split_convolutions(graph: fx.Graph) -> None:
+    """Compute the gradients of a convolution's input and weight by operations of their own."""
+    target = torch.ops.aten.convolution_backward.default
+    for node in graph.find_nodes(op="call_function", target=target):
+        *arguments, (of_input, of_weight, of_bias) = node.args
+        if not of_input or not (of_weight or of_bias):
+            continue
+        node.args = (*arguments, [True, False, False])
+        with graph.inserting_after(node):
+            other = graph.call_function(target, (*arguments, [False, of_weight, of_bias]))
+        for result in tuple(node.users):
+            if result.args[1] > 0:
+                result.replace_input_with(node, other)
 
 
 def _ancestors(nodes: Iterable[fx.Node], stop: Container[fx.Node]) -> set[fx.Node]:

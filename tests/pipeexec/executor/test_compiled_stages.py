@@ -218,9 +218,9 @@ def test_inductor_compiles_both_parts() -> None:
     assert split_backward(compiled, module, 1, 1e-5)[1] == set()
 
 
-def test_parameters_of_two_graphs_and_equal_gradients() -> None:
-    """Gradients of W are no views of each other, nor of the gradient of the output."""
-    module = Twice()
+@pytest.mark.parametrize("module", [Twice(), nn.Conv1d(4, 4, 3, padding=1)])
+def test_w_computes_all_gradients_of_parameters(module: nn.Module) -> None:
+    """They are no views of each other, nor of the gradient of the output."""
     compiled = torch.compile(module, backend=px.SplitBackward("aot_eager"))
     assert split_backward(compiled, module, 1)[1] == set()
 
