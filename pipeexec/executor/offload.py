@@ -55,7 +55,12 @@ class Offload(StepPart):
         self.waits: WeakKeyDictionary[TaskGraph, OffloadWaits] = WeakKeyDictionary()
 
     def check(self, graph: TaskGraph, model: PlacedModel) -> None:
-        """Raise `ArgumentError` if a sharded stage is offloaded."""
+        """Raise `ArgumentError` for offloads of sharded stages, and for those to other devices."""
+        if graph.offload_to == "peer":
+            raise ArgumentError(
+                f'graph {graph.name!r} has offload_to="peer", which is simulated, not run; lower '
+                'with offload_to="host" to run it'
+            )
         for stage in np.intersect1d(graph.stage[graph.op == Op.OFFLOAD], graph.sharded)[:1]:
             raise ArgumentError(
                 f"graph {graph.name!r} offloads activations of stage {stage}, which is sharded and "

@@ -260,7 +260,7 @@ def _interval_line(timeline: Timeline) -> str:
 
 def _host_line(timeline: Timeline) -> str:
     """Return a line with the most memory that a host holds; empty if nothing is offloaded."""
-    if not timeline.graph.is_op(COPIES).any():
+    if timeline.graph.offload_to == "peer" or not timeline.graph.is_op(COPIES).any():
         return ""
     held = timeline.memory.peak_host
     return f"host memory  {format_numbers([held.max()], GIB)[0]} GiB (host {held.argmax()})\n"

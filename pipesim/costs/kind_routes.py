@@ -187,22 +187,27 @@ class KindRoutes:
         links[self.sends[0]] = self.messages.links[self.is_send]
         rows, routes = self.copies
         if routes is not None and np.isfinite(routes.bandwidth).all():
-            links[rows, 0] = routes.links[:, 0]
+            missing = max(0, routes.links.shape[1] - links.shape[1])
+            links = np.pad(links, ((0, 0), (0, missing)), constant_values=-1)
+            links[rows, : routes.links.shape[1]] = routes.links
         return links
 
     @cached_property
     def copies(self) -> tuple[Ints, Routes | None]:
-        """Kinds of OFFLOADs and RELOADs, and the host link of each; None without host links."""
+        """Kinds of OFFLOADs and RELOADs, and the links of each; None without host links."""
         kinds = self.graph.kinds
         if kinds.ops.isdisjoint(COPIES):
             return np.empty(0, dtype=np.int64), None
         rows = np.flatnonzero(kinds.is_op(COPIES))
+        is_offload = kinds.op[rows] == Op.OFFLOAD
+        devices = self.true_devices(kinds.device[rows])
+        if self.graph.offload_to == "peer":
+            peers = self.true_devices(self.graph.offload_peers[kinds.device[rows]])
+            source, target = np.where(is_offload, (devices, peers), (peers, devices))
+            return rows, self.network.resolve(source, target, self.n_devices)
         if self.network.host is None:
             return rows, None
-        devices = self.true_devices(kinds.device[rows])
-        return rows, self.network.resolve_host(
-            devices, kinds.op[rows] == Op.OFFLOAD, self.n_devices
-        )
+        return rows, self.network.resolve_host(devices, is_offload, self.n_devices)
 
     @cached_property
     def rows_of_ops(self) -> dict[Op, tuple[Ints, Ints]]:

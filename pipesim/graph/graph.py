@@ -31,10 +31,12 @@ from pipesim.graph.options import (
     GradSyncs,
     Hosts,
     LoweringOptions,
+    OffloadTarget,
     Prefetch,
     Tied,
     group_sizes,
     host_of_devices,
+    paired_devices,
 )
 from pipesim.graph.precedence import issued_first, levels, precedence, stable_topological_order
 from pipesim.graph.skips import Skip
@@ -110,8 +112,8 @@ class TaskGraph:
     options
         Options of the lowering. The graph has them as attributes too: `recompute`, `overlap`,
         `rendezvous`, `host_threads`, `n_batches`, `n_slices`, `grad_sync`, `weight_versions`,
-        `skips`, `portals`, `forward_only`, `tied`, `prefetch`, `expert_replicas` and
-        `offload_shares`.
+        `skips`, `portals`, `forward_only`, `tied`, `prefetch`, `expert_replicas`,
+        `offload_shares` and `offload_to`.
 
     Examples
     --------
@@ -351,6 +353,7 @@ class TaskGraph:
     forward_only = _Option[bool]("forward_only", "Whether this is an evaluation.")
     tied = _Option[Tied]("tied", "Stages of each group with copies of one parameter.")
     prefetch = _Option[Prefetch]("prefetch", "Compute tasks that a fetch may run beside.")
+    offload_to = _Option[OffloadTarget]("offload_to", "Where OFFLOADs move activations.")
     expert_replicas = _Option[int]("expert_replicas", "Replicas that exchange tokens; 0: all.")
 
     @property
@@ -358,6 +361,13 @@ class TaskGraph:
         """Share of the bytes of activations that OFFLOADs move; shape ``(n_stages,)``."""
         shares = self.options.offload_shares
         return np.array(shares) if shares else np.ones(self.n_stages)
+
+    @cached_property
+    def offload_peers(self) -> Ints:
+        """Device that holds what each device offloads; -1 if it is the host. One a device."""
+        if self.options.offload_to == "host":
+            return np.full(self.n_devices, -1)
+        return paired_devices(self.homes)
 
     @cached_property
     def has_grad_norm(self) -> bool:

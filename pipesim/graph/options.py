@@ -153,20 +153,38 @@ def prefetch_by_device(prefetch: Prefetch, n_devices: int, most: int) -> Ints:
     return np.array([min(value, most) for value in values], dtype=np.int64)
 
 
-# Values of the option ``offload``: the activations that go to host memory, of all stages or each.
+# Values of the option ``offload``: the activations that leave the device, of all stages or each.
 #
-# A value is ``"none"``, ``"all"``, a share of the bytes of each micro-batch such as 0.5, or the
-# text ``"longest:0.5"``: the half of the micro-batches whose activations live longest. As text,
-# values of stages stand between slashes: ``"all/0.5/none"``.
+# A value is ``"none"``, ``"all"``, a share of the bytes of each micro-batch such as 0.5, the text
+# ``"longest:0.5"``: the half of the micro-batches whose activations live longest, or ``"above:4"``:
+# those beyond 4 that the device would hold at once. As text, values of stages stand between
+# slashes: ``"all/0.5/none"``.
+
+#: Where they go: to the memory of the host, or of the device i to that of p - 1 - i.
+OffloadTarget = Literal["host", "peer"]
+
+
+def paired_devices(homes: Ints) -> Ints:
+    """Return the other device of each pair, i and p - 1 - i of the p devices of a replica.
+
+    ``homes`` are those of a graph. The middle one of an odd number is its own.
+    """
+    pairs: Ints = np.arange(int(homes.max(initial=0)) + 1)
+    for own in homes:
+        devices = np.unique(own[own >= 0])
+        pairs[devices] = devices[::-1]
+    return pairs
+
 
 #: One value, as users give it.
 OffloadValue: TypeAlias = str | float
 #: As users give it for all stages.
 OffloadArgument: TypeAlias = OffloadValue | Sequence[OffloadValue] | Mapping[int, OffloadValue]
-_LONGEST = "longest:"
+_LONGEST, _ABOVE = "longest:", "above:"
 _ALLOWED = (
     '"none", "all", a share of the bytes of each micro-batch from 0 to 1, or the text '
-    '"longest:0.5" for the half of the micro-batches that live longest'
+    '"longest:0.5" for the half of the micro-batches that live longest, or "above:4" for those '
+    "beyond 4 that a device would hold"
 )
 
 
@@ -178,6 +196,8 @@ class StageOffload:
     share: float = 1.0
     #: Share of the micro-batches that is selected, those that live longest first; 1 for all.
     longest: float = 1.0
+    #: Micro-batches that stay, while those that are needed last are selected; 0 selects all.
+    above: int = 0
 
     @property
     def is_none(self) -> bool:
@@ -191,6 +211,8 @@ class StageOffload:
             return "none"
         if self.longest < 1:
             return f"{_LONGEST}{self.longest!r}"
+        if self.above:
+            return f"{_ABOVE}{self.above}"
         return "all" if self.share == 1 else repr(self.share)
 
 
@@ -211,6 +233,8 @@ def _checked_offload_value(value: object, name: str) -> StageOffload:
         text = value.strip()
         if text in ("none", "all"):
             return StageOffload(float(text == "all"))
+        if text.startswith(_ABOVE) and (count := parse_int(text.removeprefix(_ABOVE))):
+            return StageOffload(above=check_count(f"{name}: a number of micro-batches", count))
         share = parse_float(text.removeprefix(_LONGEST))
         if share is not None and 0 <= share <= 1:
             is_longest = text.startswith(_LONGEST)
@@ -451,6 +475,8 @@ class LoweringOptions:
     #: Share of the bytes of a micro-batch's activations that an OFFLOAD moves, one a stage, above
     #: 0 and at most 1; empty if all are 1. The tasks show which micro-batches are offloaded.
     offload_shares: tuple[float, ...] = ()
+    #: Where OFFLOADs move activations.
+    offload_to: OffloadTarget = "host"
     #: None for a graph that `pipesim.lower` did not make. Not compared.
     source: LoweredSchedule | None = field(default=None, compare=False, repr=False)
     #: Number of equal replicas for which the one of the graph stands; see
@@ -480,6 +506,13 @@ class LoweringOptions:
         n_stages = int(kinds.stage.max(initial=0)) + 1
         groups = checked_tied(record.tied, n_stages)
         check_tied_kinds(kinds, groups)
+        alone = np.flatnonzero(paired_devices(kinds.homes) == np.arange(kinds.homes.max() + 1))
+        moves = np.isin(kinds.device, alone) & (kinds.op == Op.OFFLOAD)
+        if record.offload_to == "peer" and moves.any():
+            raise GraphError(
+                f'offload_to="peer", but device {kinds.device[moves][0]} is the middle of its '
+                "pipeline and has no peer; leave out its OFFLOADs"
+            )
         return replace(
             record,
             grad_sync=checked_grad_sync(record.grad_sync, n_stages, batch_size),

@@ -28,6 +28,7 @@ from pipesim.graph.options import (
     LoweredSchedule,
     LoweringOptions,
     OffloadArgument,
+    OffloadTarget,
     PrefetchArgument,
     checked_grad_sync,
     checked_prefetch,
@@ -173,6 +174,7 @@ def lower(
     grad_norm: bool = False,
     prefetch: PrefetchArgument = 1,
     offload: OffloadArgument = "none",
+    offload_to: OffloadTarget = "host",
     shard_parameters: ShardParameters = "none",
     expert_layers: Iterable[float] | float = (),
     expert_replicas: Count | None = None,
@@ -339,6 +341,8 @@ def lower(
         - ``"longest:0.5"``: at most the half of a device's micro-batches and stages, all bytes of
           those that live longest. A lifespan is the number of compute tasks of the device from F to
           the consumer; of equal ones, lower stages and lower micro-batches are offloaded.
+        - ``"above:4"``: those beyond 4 micro-batches and stages that a device would hold at once,
+          of which the last needed go. Copies count as long as a compute task each.
 
         Stages may differ: give a sequence of one value a stage, the same as text,
         ``"all/0.5/none"``, or a mapping from stages, whose other stages have ``"none"``. There
@@ -349,6 +353,11 @@ def lower(
         keep only their input: OFFLOAD moves all of that, whatever the share, and nothing for stage
         0, whose input is the caller's. Sharded stages offload nothing. The link to the host is
         `Network.host`.
+    offload_to
+        Where activations wait: in the memory of the ``"host"``, or of a ``"peer"``, device
+        p - 1 - i for device i of p, over the network between both (BPipe, Kim et al., ICML 2023).
+        With ``offload="above:k"`` and k = ceil((p + 2) / 2), no device of 1F1B holds more
+        than k micro-batches, of p otherwise. The middle one of an odd number offloads nothing.
     shard_parameters
         Whether each replica holds a share of the parameters, gradients and optimizer of each stage,
         as in FSDP and ZeRO-3 (arXiv 1910.02054), and how long it keeps gathered parameters. UNSHARD
@@ -448,7 +457,7 @@ def lower(
     of_devices = checked_device_collectives(schedule, tied, grad_norm, shards, step)
     groups = of_devices.tied
     arguments["prefetch"] = prefetch = checked_prefetch(prefetch, schedule.n_devices)
-    offloads = checked_offloads(offload, prefetch, schedule, shards)
+    offloads = checked_offloads(offload, prefetch, schedule, shards, offload_to)
     parameters = checked_parameter_shards(
         schedule, shard_parameters, gathers, prefetch, shards, n_replicas=n_replicas,
         tied=groups, shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync,
@@ -494,6 +503,7 @@ def lower(
         prefetch=prefetch,
         expert_replicas=n_sharing,
         offload_shares=shares,
+        offload_to="host" if offloads.is_none else offload_to,
         source=source,
     )
     if n_replicas > 1:

@@ -1,4 +1,6 @@
-"""Add OFFLOAD and RELOAD tasks: activations that wait in host memory for their backward.
+"""Add OFFLOAD and RELOAD tasks: activations that wait elsewhere for their backward.
+
+They wait in host memory, or on the paired device of the pipeline.
 
 The middle device of three in 1F1B, with ``offload="all"`` and ``prefetch=1``::
 
@@ -21,9 +23,11 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError
 from pipesim.graph.options import (
+    OffloadTarget,
     Prefetch,
     StageOffload,
     checked_offload,
+    paired_devices,
     prefetch_by_device,
 )
 from pipesim.graph.tasks import Kinds, ListedTasks, StreamKind
@@ -43,6 +47,7 @@ class Offloads(NamedTuple):
     prefetch: Prefetch = 1
     #: Stages whose rows are spread over the replicas; they offload nothing.
     sharded: tuple[int, ...] = ()
+    target: OffloadTarget = "host"
 
     @property
     def is_none(self) -> bool:
@@ -60,7 +65,11 @@ class Offloads(NamedTuple):
 
 
 def checked_offloads(
-    offload: object, prefetch: Prefetch, schedule: Schedule, sharded: tuple[int, ...]
+    offload: object,
+    prefetch: Prefetch,
+    schedule: Schedule,
+    sharded: tuple[int, ...],
+    target: OffloadTarget,
 ) -> Offloads:
     """Return the options of `pipesim.lower`, checked to suit the schedule."""
     if isinstance(offload, str) and offload == "none":
@@ -72,7 +81,7 @@ def checked_offloads(
             f"offload names stage {named[0]}, which is sharded: its backward needs the keys of a "
             "micro-batch alone, which stay on the device; leave it out"
         )
-    return Offloads(values, prefetch, sharded)
+    return Offloads(values, prefetch, sharded, target)
 
 
 class _Activations(NamedTuple):
@@ -109,6 +118,9 @@ def with_offloads(
         return kinds, issued, ()
     order = ListedTasks.by_device(kinds, issued.kind)
     held = _activations(offloads, kinds, issued, order)
+    if offloads.target == "peer":  # the middle of an odd number of devices has none
+        has_peer = paired_devices(kinds.homes)[held.device] != held.device
+        held = _Activations(*(column[has_peer] for column in held))
     n_stages = kinds.homes.shape[1]
     ahead = prefetch_by_device(offloads.prefetch, kinds.homes.max() + 1, len(issued.kind))
     chosen = _chosen(offloads, held, n_stages, ahead[held.device])
@@ -195,6 +207,35 @@ def _chosen(offloads: Offloads, held: _Activations, n_stages: int, ahead: Ints) 
     selected = np.zeros(len(order), dtype=bool)
     selected[order] = np.arange(len(order)) - starts < most
     marked: Bools = chosen & selected & (lifespan > ahead + 1)
+    kept = np.array([value.above for value in values])[held.stage]
+    whole = (kept > 0) & ~held.is_input
+    marked &= (kept == 0) | whole
+    for number in np.unique(group[whole]):
+        rows = np.flatnonzero(whole & (group == number))
+        back = held.consumer[rows] - ahead[rows]
+        marked[rows] &= _activations_above(
+            held.place[rows], held.consumer[rows], back, int(kept[rows[0]])
+        )
+    return marked
+
+
+def _activations_above(place: Ints, consumer: Ints, back: Ints, most: int) -> Bools:
+    """Mark activations without which at most ``most`` stay, those that are needed last first.
+
+    A copy takes as long as a compute task here. So activations are away from the second place after
+    their F on, to the place before ``back``. To remove those that are needed last is optimal for
+    intervals.
+    """
+    marked, leave = np.zeros(len(place), dtype=bool), place + 2
+    waiting, live = np.argsort(place, kind="stable").tolist(), list[int]()
+    for now in np.unique(np.concatenate([place, back])):
+        while waiting and place[waiting[0]] <= now:
+            live.append(waiting.pop(0))
+        live = [k for k in live if consumer[k] >= now]
+        could = [k for k in live if leave[k] <= now < back[k]]
+        movable = sorted((k for k in could if not marked[k]), key=lambda k: -int(consumer[k]))
+        n_held = len(live) - len(could) + len(movable)
+        marked[movable[: max(0, n_held - most)]] = True
     return marked
 
 

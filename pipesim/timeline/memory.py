@@ -218,6 +218,15 @@ def held_bytes(timeline: Timeline) -> HeldBytes:
     task, is_end = in_order_of_time(timeline, computes | (allocated > 0), computes | (released > 0))
     device = graph.device[task]
     change = np.where(is_end, -released[task], allocated[task])
+    if graph.offload_to == "peer":  # a peer holds them from OFFLOAD's start to RELOAD's end
+        peers = graph.offload_peers[graph.device]
+        is_copy = graph.op == Op.OFFLOAD, graph.op == Op.RELOAD
+        copies, ends = in_order_of_time(timeline, *is_copy, peers)
+        moved = np.where(ends, -allocated[copies], released[copies])
+        task, is_end = np.concatenate([task, copies]), np.concatenate([is_end, ends])
+        device, change = np.concatenate([device, peers[copies]]), np.concatenate([change, moved])
+        order = _order_of_time(timeline, task, is_end, device)
+        task, is_end, device, change = task[order], is_end[order], device[order], change[order]
     table = row_bytes(graph, costs)
     temporary = table.workspace[table.row[task]]
     temporary = np.where(is_end, -temporary, temporary)
@@ -247,12 +256,18 @@ def in_order_of_time(
     start = np.flatnonzero(starts & ~np.isnan(timeline.start))
     end = np.flatnonzero(ends & ~np.isnan(timeline.end))
     task = np.concatenate([start, end])
-    time = np.concatenate([timeline.start[start], timeline.end[end]])
     is_end = np.repeat([False, True], [len(start), len(end)])
-    later = ~is_end | (timeline.end[task] <= timeline.start[task])
     owner = timeline.graph.device if owner is None else owner
-    order = np.lexsort((is_end, task, later, time, owner[task]))
+    order = _order_of_time(timeline, task, is_end, owner[task])
     return task[order], is_end[order]
+
+
+def _order_of_time(timeline: Timeline, task: Ints, is_end: NDArray[np.bool_], owner: Ints) -> Ints:
+    """Return the order of `in_order_of_time`; ``owner`` has that of each start or end."""
+    time = np.where(is_end, timeline.end[task], timeline.start[task])
+    later = ~is_end | (timeline.end[task] <= timeline.start[task])
+    order: Ints = np.lexsort((is_end, task, later, time, owner))
+    return order
 
 
 def _columns(timeline: Timeline) -> _Columns:
@@ -438,9 +453,9 @@ def _held(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
         nbytes = row_bytes(graph, costs)
         is_offload = graph.kinds.op[nbytes.kind] == Op.OFFLOAD
         moved = np.where(is_offload, nbytes.released, nbytes.allocated)[nbytes.row]
-    host_of = graph.host[graph.device]
+    host_of, to_host = graph.host[graph.device], graph.offload_to == "host"
     task, is_end = in_order_of_time(
-        timeline, graph.op == Op.OFFLOAD, graph.op == Op.RELOAD, host_of
+        timeline, (graph.op == Op.OFFLOAD) & to_host, (graph.op == Op.RELOAD) & to_host, host_of
     )
     host, change = host_of[task], np.where(is_end, -moved[task], moved[task])
     held = np.empty_like(change)

@@ -134,7 +134,9 @@ def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
         rows = held[held["device"] == device]
         most = int(rows["nbytes"].to_numpy().argmax())
         time = float(rows["time"].iloc[most])
-        begins = np.flatnonzero(computes & (graph.device == device) & (timeline.start == time))
+        own = computes & (graph.device == device)
+        own |= (graph.op == Op.OFFLOAD) & (graph.offload_peers[graph.device] == device)
+        begins = np.flatnonzero(own & (timeline.start == time))
         task = graph.task(int(begins[0])) if most and len(begins) else None
         nbytes = float(reserved[device]), float(limit[device])
         counts = 1 + len(others), graph.n_replicas

@@ -248,11 +248,12 @@ def offloads(draw: st.DrawFn, schedule: ps.Schedule, sharded: list[int]) -> dict
     if draw(st.sampled_from([True, True, False])):
         return {}
     stages = [s for s in range(schedule.n_stages) if s not in sharded]
-    one = st.sampled_from(["all", 0.25, 0.5, "longest:0.5"])
+    one = st.sampled_from(["all", 0.25, 0.5, "longest:0.5", "above:2"])
     some = st.dictionaries(st.sampled_from(stages), one, min_size=1)
     options = {
         "offload": draw(st.one_of(one, some)),
         "prefetch": draw(prefetches(schedule.n_devices)),
+        "offload_to": draw(st.sampled_from(["host", "peer"])),
     }
     for recompute in ("listed", "never", "always", "except_last"):
         try:

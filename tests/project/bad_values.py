@@ -94,7 +94,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "int": lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool),
     "float": _number,
     **dict.fromkeys(
-        ("Buckets", "Count", "OptionalSize", "Size", "Whole"),
+        ("Buckets", "Count", "OptionalSize", "Prefetch", "PrefetchArgument", "Size", "Whole"),
         lambda v: isinstance(v, int) and not isinstance(v, bool),
     ),
     **dict.fromkeys(

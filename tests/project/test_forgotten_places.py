@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grad_norm": {"grad_norm": True},
     "prefetch": {"prefetch": [2, 0, 1, 3], "offload": "all"},
     "offload": {"offload": 0.5},
+    "offload_to": {"offload_to": "peer", "offload": "all"},
     "shard_parameters": {"shard_parameters": "every", "n_replicas": 2},
     "expert_layers": {"expert_layers": 1, "n_replicas": 2},
     "expert_replicas": {"expert_replicas": 2, "expert_layers": 1, "n_replicas": 4},

@@ -164,6 +164,11 @@ def test_memory_is_as_predicted(schedule: str, offload: Any) -> None:
     assert (predicted.memory.peak <= ps.simulate(plain, costs).memory.peak).all()
 
 
+def test_peers_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="simulated, not run"):
+        run("1f1b", offload="all", offload_to="peer")
+
+
 def test_profiles_of_several_shares_are_refused() -> None:
     graphs = [ps.lower(ps.schedule("gpipe", 3, M), offload=x) for x in (0.5, "all")]
     with (

@@ -116,6 +116,7 @@ def test_parity_of_every_named_schedule(name: str, recompute: str) -> None:
         grad_norm=False,
         expert_layers=(),
         expert_replicas=None,
+        offload_to="host",
     ).filter(lambda graph: graph.n_slices == 1)
 )
 def test_parity_on_any_graph(graph: ps.TaskGraph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.costs.pricing import copied_bytes
-from pipesim.errors import ArgumentError, CostsError, NetworkError
+from pipesim.errors import ArgumentError, CostsError, MemoryLimitWarning, NetworkError
 from pipesim.graph import Tasks
 from pipesim.ops import COPIES, Op
 from tests.helpers.rules import assert_rules_hold, dependencies
@@ -412,3 +413,75 @@ def test_host_memory_of_unequal_micro_batches() -> None:
     moved = timeline.frame.query("op == 'OFFLOAD'")
     assert timeline.memory.peak_host.tolist() == [moved["nbytes"].sum()]
     assert set(moved["nbytes"]) <= {*nbytes[0]}
+
+
+# On a peer
+
+
+def test_a_peer_holds_what_its_pair_offloads() -> None:
+    """By hand: copies of 0.5 s over the link between both, whose ends hold the bytes meanwhile.
+
+    Device 1 has its own micro-batches, and one of device 0 from OFFLOAD to RELOAD::
+
+        0 compute | F0 F1 F2 .. .. .. B2 B2 B1 B1 B0 B0
+        0 offload | .. O0
+        0 reload  |                         R0
+        1 compute | .. F0 F1 F2 B2 B2 B1 B1 B0 B0
+    """
+    link = ps.Link(0.0, 8.0, ((0, 1), (1, 0)))
+    costs = ps.Costs(1, 2, activation_bytes=4, network=ps.Network(links=[link]))
+    schedule = ps.schedule("gpipe", 2, 3)
+    graph = ps.lower(schedule, offload={0: "longest:0.34"}, offload_to="peer", step="none")
+    timeline = ps.simulate(graph, costs)
+    assert graph.offload_peers.tolist() == [1, 0]
+    copies = [(str(graph.task(k)), timeline.start[k], timeline.end[k])
+              for k in np.flatnonzero(graph.is_op(COPIES))]  # fmt: skip
+    assert copies == [("0OFFLOAD0", 1, 1.5), ("0RELOAD0", 8, 8.5)]
+    assert timeline.makespan == 12, "as without: the copies hide"
+    assert timeline.memory.peak.tolist() == [8, 16]
+    assert timeline.memory.peak_host.tolist() == [0]
+    held = timeline.memory()
+    held = held[held["device"] == 1].set_index("time")["nbytes"]
+    assert held[1.0].tolist()[-1] == 8, "F of micro-batch 0, and that of device 0"
+    with pytest.warns(MemoryLimitWarning, match="device 1 needs 16.0 B of 15.0 B"):
+        ps.simulate(graph, costs, memory_limit=15)
+
+
+@pytest.mark.parametrize("p", [4, 5, 8, 9])
+def test_bpipe(p: int) -> None:
+    """1F1B holds at most k = ceil((p + 2) / 2) micro-batches, not p (Kim et al., ICML 2023).
+
+    That is so on each device that offloads, and on its peer of an odd number. If p is even, k is
+    the mean of both, so that a peer may hold one more while copies overlap.
+    """
+    schedule, k = ps.schedule("1f1b", p, 3 * p + 1), math.ceil((p + 2) / 2)
+    costs = ps.Costs(1, 2, activation_bytes=1, network=ps.Network(bandwidth=2))
+    plain = ps.simulate(ps.lower(schedule), costs)
+    assert plain.memory.peak.tolist() == list(range(p, 0, -1))
+    graph = ps.lower(schedule, offload=f"above:{k}", offload_to="peer")
+    timeline = ps.simulate(graph, costs)
+    assert timeline.memory.peak[: p // 2 - 1].tolist() == [k] * (p // 2 - 1)
+    assert timeline.memory.peak.max() <= k + (p % 2 == 0)
+    assert timeline.makespan == plain.makespan
+    assert set(graph.device[graph.op == Op.OFFLOAD]) == set(range(p - k))
+    on_host = ps.simulate(ps.lower(schedule, offload=f"above:{k}"), replace(
+        costs, network=ps.Network(bandwidth=2, host=ps.HostLink(bandwidth=2))
+    ))  # fmt: skip
+    assert on_host.memory.peak.tolist() == [min(k, p - d) for d in range(p)]
+
+
+def test_peers_are_of_one_replica() -> None:
+    """In each layout; the middle of an odd number of devices keeps its activations."""
+    options: dict[str, Any] = {"offload": "all", "offload_to": "peer", "n_replicas": 2}
+    schedule = ps.schedule("gpipe", 3, 4)
+    for layout, peers in (
+        ("replica_major", [2, 1, 0, 5, 4, 3]),
+        ("stage_major", [4, 5, 2, 3, 0, 1]),
+    ):
+        graph = ps.lower(schedule, layout=layout, **options)  # type: ignore[arg-type]
+        assert graph.offload_peers.tolist() == peers
+        assert set(graph.stage[graph.op == Op.OFFLOAD]) == {0, 2}
+    with pytest.raises(ArgumentError, match="no activations to offload"):
+        ps.lower(ps.schedule("gpipe", 1, 4), offload="all", offload_to="peer")
+    with pytest.raises(ArgumentError, match='"above:4" for those beyond 4'):
+        ps.lower(schedule, offload="above:0")
