@@ -33,6 +33,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.models.parallel import RECOMPUTE
 from pipesim.network.network import Network
+from pipesim.ops import COMPUTE, COPIES
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.scheduling.registry import schedule as build_schedule
@@ -42,6 +43,7 @@ from pipesim.timeline.memory import costs_of, reserved_memory
 from pipesim.timeline.memory_limit import static_text
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import bincount
+from pipesim.utils.texts import format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -311,7 +313,10 @@ class Change(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A simulated change: seconds, bytes of the fullest device, and whether it fits."""
+    """A simulated change: seconds, bytes of the fullest device, and whether it fits.
+
+    ``note`` says why an offload takes longer.
+    """
 
     changes: tuple[Change, ...]
     makespan: float
@@ -319,6 +324,7 @@ class Trial(NamedTuple):
     fits: bool
     pressure: float  # largest share of its limit that a device needs
     layers_per_stage: Sequence[int] | None  # if they differ from the present ones
+    note: str = ""
 
     @property
     def text(self) -> str:
@@ -343,6 +349,7 @@ class _ChangeSearch:
         self.tasks_per_action = len(timeline.graph) / len(self.start.schedule)
         self.left = MOST_TASKS
         self.n_untried = 0
+        self.makespan = math.inf
         self.makespan = self._trial(()).makespan
 
     def trials(self, candidates: Sequence[tuple[Change, ...]]) -> list[Trial]:
@@ -375,7 +382,31 @@ class _ChangeSearch:
         layers = changed.settings.get("layers_per_stage")
         if layers == self.start.settings.get("layers_per_stage"):
             layers = None
-        return Trial(changes, timeline.makespan, peak, fits, pressure, layers)
+        is_slower = timeline.makespan > self.makespan
+        note = copies_note(timeline) if is_slower and graph.is_op(COPIES).any() else ""
+        return Trial(changes, timeline.makespan, peak, fits, pressure, layers, note)
+
+
+def copies_note(timeline: Timeline) -> str:
+    """Return the seconds of copies of the device that copies longest, and those that hide.
+
+    Copies hide where the device computes at the same time.
+    """
+    graph, seconds = timeline.graph, timeline.duration
+    copies, computes = graph.is_op(COPIES), graph.is_op(COMPUTE)
+    device = int(bincount(graph.device, seconds * copies, graph.n_devices).argmax())
+    own = np.flatnonzero(computes & (graph.device == device))
+    own = own[np.argsort(timeline.start[own], kind="stable")]
+    ends = np.maximum.accumulate(timeline.end[own])  # halves of one action overlap
+    starts = np.maximum(timeline.start[own], np.concatenate([[0.0], ends[:-1]]))
+    times = np.stack([starts, ends], axis=1).ravel()
+    busy = np.cumsum(ends - starts)
+    computed = np.stack([busy - (ends - starts), busy], axis=1).ravel()
+    moved = copies & (graph.device == device)
+    start, end = (np.interp(x[moved], times, computed) for x in (timeline.start, timeline.end))
+    whole = format_time(float(seconds[moved].sum()))
+    hidden = format_time(float((end - start).sum()))
+    return f"copies of device {device} take {whole}, of which {hidden} hide behind compute"
 
 
 def changes_that_fit(
@@ -390,7 +421,8 @@ def changes_that_fit(
     - experts on more GPUs;
     - micro-batches of a half or a quarter of the size;
     - the other named schedules;
-    - activations in host memory, if the network has a link to it;
+    - activations in host memory, if the network has a link to it; or of 4 devices or more on
+      the paired device (BPipe);
     - a sharded optimizer; or instead of it parameters that replicas share too, gathered once a
       step or for every use.
 
@@ -422,7 +454,8 @@ def changes_that_fit(
         `Costs.transformer`, `pipesim.schedule` or `pipesim.lower`, with the layers of each
         stage where they are balanced again; ``makespan`` (s);
         ``relative``, to the configuration as it is; ``peak_memory`` (bytes of the fullest
-        device); ``fits``.
+        device); ``fits``; ``note``, the seconds of copies and those that hide, of an offload
+        that takes longer.
 
     Raises
     ------
@@ -461,12 +494,14 @@ def changes_that_fit(
             "relative": trial.makespan / search.makespan if search.makespan else math.nan,
             "peak_memory": trial.peak_memory,
             "fits": trial.fits,
+            "note": trial.note,
         }
         for trial in sorted(trials, key=lambda trial: (not trial.fits, trial.makespan))
         if trial.fits or every
     ]
     types = {"change": object, "makespan": float, "relative": float, "peak_memory": float}
-    table = pd.DataFrame(rows, columns=[*types, "fits"]).astype({**types, "fits": bool})
+    types |= {"fits": bool, "note": object}
+    table = pd.DataFrame(rows, columns=[*types]).astype(types)
     table.attrs["n_untried"] = search.n_untried
     table.attrs["advice"] = "" if any(trial.fits for trial in trials) else static_text(timeline)
     return table
@@ -501,6 +536,10 @@ def _changes(start: Configuration) -> Iterator[Change]:
     has_link = costs.network.host is not None or None not in (costs.offload, costs.reload)
     if arguments["offload"] == "none" and has_link:
         yield Change(_OFFLOAD, "offload='all'", methodcaller("with_arguments", offload="all"))
+    if arguments["offload"] == "none" and start.schedule.n_devices > 3:
+        offload = {"offload": f"above:{start.schedule.n_devices // 2 + 1}", "offload_to": "peer"}
+        text = ", ".join(f"{name}={value!r}" for name, value in offload.items())
+        yield Change(_OFFLOAD, text, methodcaller("with_arguments", **offload))
     if arguments["n_replicas"] > 1 and arguments["shard_parameters"] == "none":
         if not arguments["shard_optimizer"]:
             yield Change(

@@ -198,7 +198,9 @@ def memory_changes_text(timeline: Timeline) -> str:
         "relative": [f"{ratio:.3f}" for ratio in table["relative"]],
         "peak memory (GiB)": format_numbers(table["peak_memory"], GIB),
     }
-    return "\n".join([*lines, "", align_columns(columns)])
+    slow = table[table["note"] != ""]
+    notes = [f"{change}: {note}" for change, note in zip(slow["change"], slow["note"], strict=True)]
+    return "\n".join([*lines, "", align_columns(columns), *notes])
 
 
 # Simulate one schedule, compare several, sweep over settings, list the schedules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,18 +26,20 @@ from pipesim.planning.plan_search import (
     Workers,
     by_step,
     checked_filters,
+    evaluate,
     fill_search,
     run_search,
     with_noise,
     with_refined,
 )
+from pipesim.planning.plan_tables import SETTINGS
 from pipesim.planning.plans import Plan, Plans
 from pipesim.planning.problem import PlanProblem
-from pipesim.planning.search_space import SearchSpace
+from pipesim.planning.search_space import SearchSpace, named_choice
 from pipesim.scheduling.placement import LAYOUTS, Layout
 from pipesim.simulation.noise import Noise
 from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
-from pipesim.utils.texts import format_bytes
+from pipesim.utils.texts import format_bytes, format_time
 
 #: How layers are divided among stages.
 PlanSplit = Literal["refined", "balanced", "even"]
@@ -44,8 +47,10 @@ PlanSplit = Literal["refined", "balanced", "even"]
 #: What ranks configurations.
 RankBy = Literal["step", "high"]
 
-#: Configurations that an error names as the nearest to fit.
+#: Configurations that an error names as the nearest to fit, and changes that would.
 _NEAREST = 3
+#: Settings that follow from the others.
+_FOLLOWING = ("n_microbatches", "layers_per_stage", "ordered_for_costs")
 
 
 @takes_settings(FixedSettings, flash_attention=True)
@@ -258,7 +263,7 @@ def plan(
     if split == "refined" and search.complete:
         ranked = with_refined(search, ranked, filters, progress)
     if not ranked and search.complete:
-        raise ArgumentError(_infeasible(problem, search.evaluations))
+        raise ArgumentError(_infeasible(search.evaluator, search.evaluations))
     if noise is not None:
         ranked = with_noise(search, ranked, noise, share, progress)
     ranked = _with_intervals(problem, ranked, n_best if rank_by == "high" else 0)
@@ -270,7 +275,8 @@ def plan(
     )  # fmt: skip
 
 
-def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
+def _infeasible(evaluator: Evaluator, evaluations: Sequence[Evaluation]) -> str:
+    problem = evaluator.problem
     unfit = [x for x in evaluations if x.status == "does not fit"]
     if not unfit:
         reasons = list(dict.fromkeys(x.reason for x in evaluations if x.reason))[:_NEAREST]
@@ -280,11 +286,50 @@ def _infeasible(problem: PlanProblem, evaluations: Sequence[Evaluation]) -> str:
     limit = format_bytes(min(problem.device_limits(unfit[0].choice)))
     name = "the memory of a GPU" if problem.memory_limit is None else "memory_limit"
     reserve = f" with memory_reserve={problem.memory_reserve:g}" if problem.memory_reserve else ""
+    changes = _changes_that_fit(evaluator, unfit[0].choice)
+    advice = f"Of the first, {'; or '.join(changes)} would fit" if changes else (
+        "Give more GPUs, GPUs with more memory, a smaller microbatch_size, "
+        'recompute="full", shard_optimizer=True, or shard_parameters="step"'
+    )  # fmt: skip
     return (
         f"none of {len(unfit)} configurations fits in {name}, {limit} a device{reserve}. The "
-        f"nearest: {nearest}. Give more GPUs, GPUs with more memory, a smaller microbatch_size, "
-        'recompute="full", shard_optimizer=True, or shard_parameters="step"'
+        f"nearest: {nearest}. {advice}"
     )
+
+
+def _changes_that_fit(evaluator: Evaluator, choice: PlanChoice) -> list[str]:
+    """Return the fastest changes of a configuration that fit: two together if none does alone."""
+    problem, size = evaluator.problem, choice.microbatch_size
+    before = {name: getattr(choice, name) for name in SETTINGS if name not in _FOLLOWING}
+    if choice.pipeline_parallel == 1:
+        del before["n_chunks"]  # FSDP gathers layer by layer
+    changes: list[dict[str, Any]] = [
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"shard_optimizer": True},
+        {"shard_optimizer": False, "shard_parameters": "step"},
+        {"shard_optimizer": False, "shard_parameters": "every"},
+        {"sequence_parallel": True},
+        *({"microbatch_size": x} for x in {size // 2, 1} if x and size % x == 0),
+    ]
+    changes = [x for x in changes if not x.items() <= before.items()]
+    for count in (1, 2):
+        fitting = []
+        for parts in itertools.combinations(changes, count):
+            change = {name: value for part in parts for name, value in part.items()}
+            if len(change) < sum(map(len, parts)):
+                continue  # two values of one setting
+            try:
+                changed = named_choice(problem, {**before, **change})
+            except ArgumentError:
+                continue
+            result = evaluate(evaluator, changed, evaluator.bounds(changed))
+            if result.status == "simulated":
+                text = ", ".join(f"{name}={value!r}" for name, value in change.items())
+                fitting.append((result.step, f"{text} ({format_time(result.step)} a step)"))
+        if fitting:
+            return [text for _, text in sorted(fitting)[:_NEAREST]]
+    return []
 
 
 def _with_intervals(

@@ -46,7 +46,10 @@ def table_of(
     """Return makespan, peak memory and fit of each change, by its text."""
     timeline = predict_timeline(ps.lower(schedule, **lowering), costs, memory_limit=limit)
     table = timeline.memory.changes_that_fit(every=every)
-    assert list(table.columns) == ["change", "makespan", "relative", "peak_memory", "fits"]
+    columns = ["change", "makespan", "relative", "peak_memory", "fits", "note"]
+    assert list(table.columns) == columns
+    is_slow = table["change"].str.contains("offload") & (table["relative"] > 1)
+    assert (is_slow == (table["note"] != "")).all()
     assert np.allclose(table["relative"] * timeline.makespan, table["makespan"])
     fitting = table[table["fits"]]
     assert fitting.index.tolist() == list(range(len(fitting)))
@@ -265,6 +268,20 @@ def test_advice_where_no_change_fits(n_replicas: int) -> None:
     assert (len(table), table.attrs["advice"]) == (0, text)
     roomy = predict_timeline(graph, costs, memory_limit=14.5).memory.changes_that_fit()
     assert roomy.attrs["advice"] == "", "recompute leaves one micro-batch, too many bytes"
+
+
+def test_an_offload_that_does_not_pay() -> None:
+    """By hand: F, F, B, B of 1, 1, 2, 2 s; OFFLOAD0 at 1 to 4 s, RELOAD0 at 4 to 7, B0 at 7.
+
+    B1 runs at 2 to 4 s, so that of both copies of 3 s the first alone hides.
+    """
+    costs = replace(COSTS, offload=3, reload=3)
+    timeline = predict_timeline(ps.lower(ps.schedule("gpipe", 1, 2), prefetch=0), costs,
+                                memory_limit=15)  # fmt: skip
+    table = timeline.memory.changes_that_fit(every=True).set_index("change")
+    row = table.loc["offload='all'"]
+    assert row["makespan"] == 9
+    assert row["note"] == "copies of device 0 take 6.00 s, of which 3.00 s hide behind compute"
 
 
 def test_skips_name_stages() -> None:

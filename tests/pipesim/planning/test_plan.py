@@ -20,6 +20,7 @@ from pipesim.planning.plan_search import PlanSearch, evaluate
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import SearchSpace
 from pipesim.simulation import LogNormal
+from pipesim.utils.texts import format_time
 
 MODEL = ps.Transformer(
     hidden_size=1024, n_layers=12, n_heads=16, sequence_length=512, vocabulary_size=8192
@@ -308,6 +309,24 @@ def test_nearest_configurations_are_named() -> None:
     cluster = ps.Cluster("dgx_h100", 8, memory=0.1e9)
     with pytest.raises(ArgumentError, match=r"The nearest: tp8 .* too much.*Give more GPUs"):
         ps.plan(MODEL, cluster, global_batch=8, schedules="1f1b", progress=False)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_changes_that_would_fit_are_named(count: int) -> None:
+    """One where one is enough, else two together, with the step of the plan that has them."""
+    fixed: dict[str, Any] = {
+        "global_batch": 16, "schedules": "1f1b", "tensor_parallel": 1, "pipeline_parallel": 4,
+        "microbatch_size": 1, "progress": False, "split": "balanced",
+    }  # fmt: skip
+    plain = {"recompute": "none", "shard_optimizer": False}
+    changed = {"recompute": "full" if count == 2 else "none", "shard_optimizer": True}
+    best = ps.plan(MODEL, DGX, **fixed, **changed).best
+    with pytest.raises(ArgumentError, match="would fit") as caught:
+        ps.plan(MODEL, DGX, **fixed, **plain, memory_limit=1.0001 * best.evaluation.memory)
+    text = str(caught.value).split("Of the first, ")[1]
+    change = "recompute='full', " * (count == 2) + "shard_optimizer=True"
+    assert f"{change} ({format_time(best.step)} a step)" in text
+    assert all(part.count("=") >= count for part in text.split("; or "))
 
 
 def test_mixed_stages_have_layers_by_speed() -> None:
