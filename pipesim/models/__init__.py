@@ -4,17 +4,19 @@ from pipesim.costs.costs import Costs
 from pipesim.models.data_sheets import gpus
 from pipesim.models.gpu import GPU, Kernel
 from pipesim.models.layers import Layers
+from pipesim.models.packing import Packing
 from pipesim.models.parallel import Parallel
 from pipesim.models.published_models import transformers
 from pipesim.models.routing import Routing
 from pipesim.models.shard import Shard
 from pipesim.models.transformer import Transformer
-from pipesim.utils.accessors import add_constructors
+from pipesim.utils.accessors import add_constructors, add_methods
 
 __all__ = [
     "GPU",
     "Kernel",
     "Layers",
+    "Packing",
     "Parallel",
     "Routing",
     "Shard",
@@ -23,6 +25,7 @@ __all__ = [
     "transformers",
 ]
 
+add_methods(Transformer, pack="pipesim.models.packing:pack_documents")
 add_constructors(
     Costs,
     from_layers="pipesim.models.layers:costs_from_layers",

@@ -224,6 +224,7 @@ def microbatch_shards(
                 "lengths must be, for each micro-batch, the tokens of its sequences, or a list of "
                 f"the tokens of each document packed into one; got {lengths!r:.60}"
             )
+        lengths = list(lengths)
         if context and len(context) != len(lengths):
             raise ArgumentError(
                 f"context_parallel has {len(context)} values, but lengths {len(lengths)}; give one "

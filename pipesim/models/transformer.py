@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from pipesim.graph.graph import TaskGraph
     from pipesim.models.gpu import GPU
     from pipesim.models.model_costs import Lengths, Slices
+    from pipesim.models.packing import pack_documents
     from pipesim.models.shard import Shard
     from pipesim.scheduling.placement import Placement
     from pipesim.scheduling.schedule import Schedule
@@ -753,6 +754,9 @@ class Transformer:
             partition=partition,
             network=network,
         )
+
+    if TYPE_CHECKING:  # registered by the room
+        pack = pack_documents
 
     def _tokens(self, microbatch_size: int) -> int:
         return check_size("microbatch_size", microbatch_size) * self.sequence_length

@@ -366,6 +366,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Transformer.kernels": lambda _: {"self": model(), "gpu": gpu(), "microbatch_size": 1},
     "ps.Transformer.layer_flops": lambda _: {"self": model()},
     "ps.Transformer.linear_flops": lambda _: {"self": model()},
+    "ps.Transformer.pack": lambda _: {
+        "self": model(), "documents": [4, 8], "n_microbatches": 1, "flops_per_second": 1e12,
+    },
     "ps.Transformer.preset": lambda _: {"name": "llama3_8b"},
     "ps.Transformer.recomputed_flops": lambda _: {"self": model()},
     "ps.Transformer.shard": lambda _: {"self": model()},

@@ -39,6 +39,7 @@ UNATTACKED: dict[str, str] = {
     "ps.Noise.keys": _INSIDE,
     "ps.Noise.prepare": _INSIDE,
     "ps.Noise.slowed": _INSIDE,
+    "ps.models.Packing": "Transformer.pack makes it",
     "ps.Op": "an enumeration: Python's ValueError names what is none",
     "ps.scheduling.Overlapped": "a named tuple; what takes an order checks its actions",
     "ps.network.Routes": _PLAIN,

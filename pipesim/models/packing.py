@@ -1,0 +1,367 @@
+"""Documents packed into micro-batches whose seconds are balanced over replicas."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError
+from pipesim.models.model_sizes import check_size
+from pipesim.models.parallel import PARALLEL, Parallel, as_parallel
+from pipesim.models.transformer import Transformer
+from pipesim.utils.checks import Count, checked
+from pipesim.utils.csr import Ints
+
+Floats = NDArray[np.float64]
+
+
+class _Documents(NamedTuple):
+    """Documents of a batch, and the GPUs that share each."""
+
+    tokens: Ints
+    sizes: Ints
+    seconds: Floats  # of a group of `sizes` GPUs
+    n_gpus: int  # groups of tensor parallelism in a device
+    max_tokens: int  # of a GPU in a micro-batch
+
+
+class _Microbatch(NamedTuple):
+    """Groups of GPUs of a device, with the numbers of the documents of each."""
+
+    size: int
+    groups: list[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Documents of the micro-batches of each replica; `pipesim.Transformer.pack` makes it.
+
+    ``model.costs(..., lengths=packing.lengths, context_parallel=packing.context_parallel)`` has
+    their costs, for a graph of ``lower(schedule, n_replicas=...)``.
+
+    Attributes
+    ----------
+    documents
+        Numbers of documents: ``documents[replica][microbatch][group]`` are those that one
+        context-parallel group computes, in ascending order.
+    lengths
+        Tokens of these documents, as ``lengths`` of `pipesim.Transformer.costs`: micro-batches of
+        all replicas, of replica 0 first.
+    context_parallel
+        GPUs that share each sequence, one size a micro-batch of each replica; likewise.
+    seconds
+        Seconds of forward and backward of each micro-batch through the whole model, on the slowest
+        group; shape ``(n_replicas, n_microbatches)``.
+    """
+
+    documents: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    lengths: list[Any]
+    context_parallel: list[int]
+    seconds: Floats
+
+    @property
+    def imbalance(self) -> float:
+        """Seconds of the replica with the most over their mean; 1 if all have as many."""
+        of_replicas = self.seconds.sum(axis=1)
+        return float(of_replicas.max() / of_replicas.mean())
+
+    def __repr__(self) -> str:
+        n_replicas, n_microbatches = self.seconds.shape
+        return (
+            f"<Packing of {n_microbatches} micro-batches on each of {n_replicas} replicas, "
+            f"imbalance {self.imbalance:.3f}>"
+        )
+
+
+@checked
+def pack_documents(
+    model: Transformer,
+    documents: Sequence[int],
+    *,
+    n_replicas: Count = 1,
+    max_tokens: Count | None = None,
+    n_microbatches: Count | None = None,
+    dynamic_context: bool = False,
+    **settings: Any,
+) -> Packing:
+    """Pack documents into micro-batches, such that replicas take about as many seconds.
+
+    Tokens do not tell seconds, since attention grows with the square of a document. Each document
+    counts with its seconds in a full micro-batch, by the `costs` of the model.
+
+    Parameters
+    ----------
+    documents
+        Tokens of each document. Where context or sequence parallelism splits sequences, documents
+        are padded to tokens that it divides.
+    n_replicas
+        Replicas of the pipeline. All get as many micro-batches.
+    max_tokens
+        Most tokens that one GPU of a context-parallel group gets of a micro-batch; None for no
+        limit. Megatron-LM's ``--max-seqlen-per-dp-cp-rank``.
+    n_microbatches
+        Micro-batches of a replica; None for as few as ``max_tokens`` allows.
+    dynamic_context
+        Whether a document is shared by as few GPUs as ``max_tokens`` allows: the least divisor of
+        ``context_parallel``, so that several groups of a device compute other documents at the
+        same time. Where these are too few, they get more GPUs. Otherwise all ``context_parallel`` GPUs of a device share each.
+    **settings
+        Arguments of `costs`, such as ``gpu``, ``flash_attention`` and ``network``. Without
+        ``flash_attention``, masked scores are computed too, and only tokens count.
+
+    Returns
+    -------
+    Packing
+        Documents and seconds of each micro-batch.
+
+    Raises
+    ------
+    ArgumentError
+        If a document is longer than a device may have, or documents do not fit.
+
+    Notes
+    -----
+    "Longest processing time first": the documents with the most seconds come first, each goes to
+    the replica with the least seconds that has room, and so on to a micro-batch of the replica. A
+    replica has at most 4/3 of the seconds of the best division if ``max_tokens`` is no limit
+    (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969).
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> model = ps.Transformer.preset("llama3_8b")
+    >>> packing = model.pack([8192, 4096, 4096, 2048, 2048, 2048, 1024, 1024], n_replicas=2,
+    ...                      max_tokens=8192, gpu="h100_sxm", flash_attention=True)
+    >>> packing
+    <Packing of 2 micro-batches on each of 2 replicas, imbalance 1.027>
+    >>> packing.lengths
+    [[8192], [2048, 1024, 1024], [4096, 2048], [4096, 2048]]
+    """
+    for name in ("lengths", "slices"):
+        if name in settings:
+            raise ArgumentError(f"{name} is no setting of pack, which chooses the lengths")
+    if max_tokens is None and (dynamic_context or n_microbatches is None):
+        raise ArgumentError(
+            "max_tokens is missing; give the most tokens of a GPU, or n_microbatches without "
+            "dynamic_context"
+        )
+    settings = {"microbatch_size": 1, **settings}
+    spread = {name: value for name, value in settings.items() if name in PARALLEL}
+    parallel = as_parallel(Transformer.costs, settings.get("parallel"), spread)
+    c = parallel.context_parallel
+    batch = _divided(documents, parallel, max_tokens, dynamic_context)
+    total = int(batch.tokens.sum())
+    numbers = range(
+        -(-total // (n_replicas * c * batch.max_tokens)), len(batch.tokens) // n_replicas + 1
+    )
+    if n_microbatches is not None:
+        numbers = range(n_microbatches, n_microbatches + (n_microbatches in numbers))
+    per_gpu = batch.max_tokens if max_tokens else total / (n_replicas * c * (n_microbatches or 1))
+    batch = batch._replace(seconds=_seconds_of_documents(model, settings, parallel, batch, per_gpu))
+    for n in numbers:
+        replicas = _packed(batch, n_replicas, n)
+        if replicas is not None:
+            return _packing(model, settings, parallel, batch, replicas)
+    wanted = f"{n_microbatches} micro-batches" if n_microbatches else "micro-batches"
+    limit = "" if max_tokens is None else f" of {max_tokens} tokens a GPU"
+    raise ArgumentError(
+        f"{len(batch.tokens)} documents do not fill {wanted}{limit} on each of {n_replicas} "
+        "replicas: each has at least one; give another n_microbatches, a larger max_tokens, or "
+        "fewer replicas"
+    )
+
+
+def _divided(
+    documents: Sequence[int], parallel: Parallel, max_tokens: int | None, is_dynamic: bool
+) -> _Documents:
+    """Return padded documents, and how many GPUs share each; they have no seconds yet."""
+    if isinstance(documents, (str, bytes)) or not hasattr(documents, "__len__"):
+        raise ArgumentError(f"documents must be the tokens of each, got {documents!r:.60}")
+    if not len(documents):
+        raise ArgumentError("documents are empty; give the tokens of each")
+    c = parallel.context_parallel
+    sizes = [d for d in range(1, c + 1) if c % d == 0] if is_dynamic else [c]
+    rows = []
+    limit = sys.maxsize if max_tokens is None else max_tokens
+    for k, value in enumerate(documents):
+        n = check_size(f"documents[{k}]", value)
+        padded = ((_padded(parallel, n, d), d) for d in sizes)
+        row = next(((length, d) for length, d in padded if length <= d * limit), None)
+        if row is None:
+            raise ArgumentError(
+                f"documents[{k}] has {n} tokens, but a device takes {c * limit} of a "
+                f"micro-batch (max_tokens={max_tokens} x context_parallel={c}); give a larger "
+                "max_tokens or context_parallel"
+            )
+        rows.append(row)
+    tokens, used = np.array(rows, dtype=np.int64).T
+    if used.max() < c:
+        raise ArgumentError(
+            f"no document needs more than {used.max()} of the {c} GPUs of context_parallel; give "
+            f"context_parallel={used.max()}, and {c // used.max()} times as many replicas"
+        )
+    return _Documents(tokens, used, np.empty(0), c, min(limit, int(tokens.sum())))
+
+
+def _grain(parallel: Parallel, size: int) -> int:
+    """Return the tokens of which a document has a multiple if ``size`` GPUs share it.
+
+    Two parts a GPU balance the causal mask; sequence parallelism divides each by t.
+    """
+    parts = 1 if size == 1 else 2 * size
+    return parts * (parallel.tensor_parallel if parallel.sequence_parallel else 1)
+
+
+def _padded(parallel: Parallel, tokens: int, size: int) -> int:
+    grain = _grain(parallel, size)
+    return -(-tokens // grain) * grain
+
+
+def _seconds_of_documents(
+    model: Transformer,
+    settings: Mapping[str, Any],
+    parallel: Parallel,
+    batch: _Documents,
+    per_gpu: float,
+) -> Floats:
+    """Return the share of each document in the seconds of a micro-batch of ``per_gpu`` tokens.
+
+    With T tokens it takes ``a + b * sum((n / T)^2)`` seconds, where its documents have n tokens:
+    a and b follow from one document and from two halves.
+    """
+    sizes, number = np.unique(batch.sizes, return_inverse=True)
+    halves = [int(-(-d * per_gpu // (2 * (g := _grain(parallel, d)))) * g) for d in sizes.tolist()]
+    lengths = [row for half in halves for row in ([2 * half], [half, half])]
+    whole, divided = _seconds(model, settings, lengths, np.repeat(sizes, 2)).reshape(-1, 2).T
+    squares = np.maximum(2 * (whole - divided), 0)
+    share = batch.tokens / (2 * np.array(halves))[number]
+    seconds: Floats = (whole - squares)[number] * share + squares[number] * share**2
+    return seconds
+
+
+def _seconds(
+    model: Transformer, settings: Mapping[str, Any], lengths: Sequence[Any], context: Ints
+) -> Floats:
+    """Return the seconds of forward and backward of micro-batches through the whole model."""
+    run = {**settings, "lengths": lengths, "context_parallel": context.tolist()}
+    costs = model.costs(1, **run)
+    both = [np.ravel(np.asarray(x, dtype=float)) for x in (costs.forward, costs.backward)]
+    seconds: Floats = np.broadcast_to(both[0], len(lengths)) + both[1]
+    return seconds
+
+
+def _assigned(
+    batch: _Documents, members: Iterable[int], loads: Floats, n_bins: int, room: float
+) -> list[list[int]] | None:
+    """Return documents by bin, "longest processing time first"; None if one finds no room."""
+    load, free = np.zeros(n_bins), np.full(n_bins, room)
+    bins: list[list[int]] = [[] for _ in range(n_bins)]
+    for k in sorted(members, key=lambda k: (-loads[k], k)):
+        fits = np.flatnonzero(free >= batch.tokens[k])
+        if not len(fits):
+            return None
+        best = fits[np.argmin(load[fits])]
+        bins[best].append(k)
+        load[best] += loads[k]
+        free[best] -= batch.tokens[k]
+    return bins
+
+
+def _packed(batch: _Documents, n_replicas: int, n: int) -> list[list[_Microbatch]] | None:
+    """Return ``n`` micro-batches of each replica; None if documents do not fit, or some lack."""
+    on_device = batch.seconds * batch.sizes / batch.n_gpus
+    room = n * batch.n_gpus * batch.max_tokens
+    replicas = _assigned(batch, range(len(batch.tokens)), on_device, n_replicas, room)
+    if replicas is None:
+        return None
+    packed = [_microbatches(batch, members, n) for members in replicas]
+    return [own for own in packed if own is not None] if None not in packed else None
+
+
+def _microbatches(batch: _Documents, members: list[int], n: int) -> list[_Microbatch] | None:
+    """Return the ``n`` micro-batches of a replica, or None.
+
+    Documents that as many GPUs share are computed at the same time. Each size has as few
+    micro-batches as possible; then the size with the most seconds a micro-batch gets one more.
+    """
+    of_size = {
+        d: [k for k in members if batch.sizes[k] == d] for d in set(batch.sizes[members].tolist())
+    }
+    bins: dict[int, list[list[int]]] = {}
+
+    def divide(size: int, n_least: int) -> None:
+        for m in count(n_least):
+            own = _assigned(
+                batch,
+                of_size[size],
+                batch.seconds,
+                m * (batch.n_gpus // size),
+                size * batch.max_tokens,
+            )
+            if own is not None:
+                bins[size] = own
+                return
+
+    for size in of_size:
+        divide(size, 1)
+
+    def n_of(size: int) -> int:
+        return len(bins[size]) * size // batch.n_gpus
+
+    while (n_used := sum(map(n_of, bins))) < n:
+        more = [size for size in bins if len(of_size[size]) > n_of(size)]
+        if not more:
+            return None
+        size = max(more, key=lambda d: batch.seconds[of_size[d]].sum() * d / n_of(d))
+        divide(size, n_of(size) + 1)
+    if n_used > n:
+        return None
+    microbatches = []
+    for size, own in bins.items():
+        filled = sorted(filter(None, own), key=lambda x: -batch.seconds[x].sum())
+        parts = np.array_split(np.arange(len(filled)), n_of(size))
+        if not all(map(len, parts)):
+            return None
+        microbatches += [_Microbatch(size, [sorted(filled[i]) for i in part]) for part in parts]
+    return microbatches
+
+
+def _packing(
+    model: Transformer,
+    settings: Mapping[str, Any],
+    parallel: Parallel,
+    batch: _Documents,
+    replicas: list[list[_Microbatch]],
+) -> Packing:
+    """Return the packing, with the seconds of each micro-batch by the costs of the model.
+
+    Groups of a micro-batch that leave GPUs idle get more GPUs, as many each.
+    """
+    c = batch.n_gpus
+    flat = [own for microbatches in replicas for own in microbatches]
+    lengths, sizes = [], []
+    for own in flat:
+        spread = {
+            d: [
+                [_padded(parallel, n, d) for n in batch.tokens[documents].tolist()]
+                for documents in own.groups
+            ]
+            for d in range(own.size, c // len(own.groups) + 1)
+            if c % d == 0
+        }
+        sizes.append(min(spread, key=lambda d: max(map(sum, spread[d])) / d))
+        lengths.append(spread[sizes[-1]])
+    if all(size == c for size in sizes):
+        lengths = [groups[0] for groups in lengths]
+    context = np.array(sizes)
+    seconds = _seconds(model, settings, lengths, context).reshape(len(replicas), -1)
+    documents = tuple(
+        tuple(tuple(map(tuple, own.groups)) for own in microbatches) for microbatches in replicas
+    )
+    return Packing(documents, lengths, context.tolist(), seconds)
