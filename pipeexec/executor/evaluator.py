@@ -26,7 +26,7 @@ from pipeexec.executor.step_result import EvaluationResult, StepResult
 from pipeexec.executor.step_runner import MicrobatchLoss, StepRunner
 from pipeexec.nesting import Leaf, leaves, mapped, tensors_in
 from pipeexec.stages.batches import NO_DIMS, Batch, BatchDims, dims_by_path, sample_dims
-from pipeexec.stages.microbatches import Microbatches, are_microbatches, check_uncut
+from pipeexec.stages.microbatches import Microbatches, are_microbatches
 from pipeexec.stages.module_call import Seed
 from pipeexec.stages.recompute import Buffers
 from pipeexec.stages.sequence_slices import SequenceCut, positions_of
@@ -393,7 +393,6 @@ class Evaluator:
         """Return the number of samples of inputs and of targets, if they are here."""
         dims = self._training.model.batch_dims
         if are_microbatches(inputs, targets):
-            check_uncut(self._training.graph.n_slices)
             return []
         pairs = (inputs, None), (None, targets)
         return [
@@ -411,12 +410,13 @@ class Evaluator:
         numbers = {n / n_shares for _, listed, n_shares, *_ in shapes for n in listed}
         if numbers:
             n = int(min(numbers))
-            if numbers != {n} or not n_paths <= n <= most:
+            if numbers != {n} or n % n_slices or not n_paths <= n // n_slices <= most:
                 texts = " or ".join(f"{x:g}" for x in sorted(numbers))
+                of_sequences = f"multiple of {n_slices} slices" if n_slices > 1 else "whole number"
                 raise ArgumentError(
                     f"inputs and targets have {texts} Microbatches a replica; give both the same "
-                    f"whole number, between {n_paths} and {most}, the number of micro-batches of "
-                    "the schedule"
+                    f"{of_sequences}, between {n_paths * n_slices} and {most * n_slices}, the "
+                    "number of micro-batches of the schedule"
                 )
             return n
         for samples, _, n_shares, *_ in shapes:

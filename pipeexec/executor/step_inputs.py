@@ -272,7 +272,11 @@ def split_inputs(
                 "Microbatches have weights, which are those of a mean, but loss_reduction is "
                 "'sum'; leave the weights out"
             )
-        step_loss.output_shapes = LossShapes(shares.target_shapes(), has_weights=shares.has_weights)
+        step_loss.output_shapes = LossShapes(
+            shares.target_shapes(),
+            has_weights=shares.has_weights,
+            counts_positions=graph.n_slices > 1,
+        )
     arguments = None if is_split else _microbatch_arguments(inputs, numbers, n_microbatches)
     return StepInputs(shares, microbatches, step_loss, number, arguments)
 

@@ -64,6 +64,7 @@ from pipeexec.profiling.task_seconds import (
 )
 from pipeexec.run_options import OF_PROFILE, RunOptions, run_options
 from pipeexec.stages.batches import Batch, repeated_samples, split_batches
+from pipeexec.stages.microbatches import are_microbatches
 from pipeexec.stages.sequence_slices import SequenceCut
 from pipeexec.stages.stage import Stage
 from pipesim.analysis.measured_costs import output_bytes
@@ -199,6 +200,12 @@ class Calibration:
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         self.cut = SequenceCut(graph.n_slices, pipeline.slice_dim)
+        if self.cut.n_slices > 1 and are_microbatches(inputs, targets):
+            raise ArgumentError(
+                f"inputs or targets are Microbatches, and the graph has n_slices="
+                f"{self.cut.n_slices} slices a sequence: slices of one length are measured; give a "
+                "tensor or nested tensors, padded to one length"
+            )
         #: Classes of equal shapes of `Microbatches`; None for a batch that is split evenly.
         self.classes = shape_classes(pipeline, inputs, targets)
         self._step_batch = inputs, targets

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipeexec.devices.device import Values
 from pipeexec.nesting import Leaf, leaves, tensors_in, with_tensors
-from pipeexec.stages.microbatches import Microbatches, are_microbatches, batch_facts, check_uncut
+from pipeexec.stages.microbatches import Microbatches, are_microbatches, batch_facts
 from pipeexec.stages.sequence_slices import (
     NO_SLICES,
     SequenceCut,
@@ -273,19 +273,18 @@ def split_batches(
 
     Inputs or targets may be None, and then have no micro-batches. Each of ``n_shares`` replicas has
     ``n_microbatches`` of them. If ``cut`` has several slices, they are slices of sequences.
-    `Microbatches` are returned as they were given.
+    `Microbatches` are returned as they were given, those of each slice if ``cut`` has several.
     """
     n_parts = n_shares * n_microbatches // cut.n_slices
     if inputs is None and targets is None:
         return SplitBatch([], [], [1] * n_parts * cut.n_slices)
     if are_microbatches(inputs, targets):
-        check_uncut(cut.n_slices)
         _check_number(inputs, targets, n_microbatches, n_shares)
         batch_facts(inputs, targets)  # raises for weights that differ
         return SplitBatch(
             [] if inputs is None else [tensors_in(x) for x in inputs],
             [] if targets is None else [tensors_in(x) for x in targets],
-            _microbatch_sizes(inputs, targets, batch_dims),
+            _microbatch_sizes(inputs, targets, batch_dims, cut),
         )
     dims = sample_dims(inputs, targets, batch_dims)
     if dims.n_samples < n_parts:
@@ -330,14 +329,20 @@ def _check_number(inputs: Batch, targets: Batch, n_microbatches: int, n_shares: 
             )
 
 
-def _microbatch_sizes(inputs: Batch, targets: Batch, batch_dims: BatchDims) -> list[int]:
-    """Return the samples of each of the `Microbatches`."""
+def _microbatch_sizes(
+    inputs: Batch, targets: Batch, batch_dims: BatchDims, cut: SequenceCut
+) -> list[int]:
+    """Return the samples of each of the `Microbatches`, or the positions of all its samples."""
     sizes = []
+    own = cut._replace(n_slices=1)
     n = len(targets if inputs is None else inputs)
     for number in range(n):
         x, y = (None if batch is None else batch[number] for batch in (inputs, targets))
         try:
-            size = sample_dims(x, y, batch_dims).n_samples
+            dims = sample_dims(x, y, batch_dims)
+            size = dims.n_samples
+            if cut.n_slices > 1:
+                size *= n_positions(x, y, dims[1:], own)
         except ArgumentError as error:
             raise ArgumentError(f"micro-batch {number}: {error}") from error
         if not size:

@@ -47,10 +47,13 @@ class Microbatches:
     ----------
     microbatches
         One value a micro-batch, each nested as a batch of `Pipeline.step` may be. All have the same
-        nesting. With data-parallel replicas, those of replica 0 come first.
+        nesting. With data-parallel replicas, those of replica 0 come first. If the schedule has
+        slices of sequences, one value a slice, those of the first sequence first; slices of a
+        sequence may have different lengths too.
     weights
         Weight of each micro-batch in a mean, such as its number of tokens. By default, the number
-        of its samples. A loss that returns ``(sum, count)`` needs no weights.
+        of its samples, or that of the positions of a slice. A loss that returns ``(sum, count)``
+        needs no weights.
 
     See Also
     --------
@@ -203,16 +206,6 @@ class Microbatches:
 def are_microbatches(*batches: object) -> bool:
     """Return whether inputs or targets are `Microbatches`."""
     return any(isinstance(batch, Microbatches) for batch in batches)
-
-
-def check_uncut(n_slices: int) -> None:
-    """Raise `ArgumentError` if a graph cuts sequences into slices, which `Microbatches` are not."""
-    if n_slices > 1:
-        raise ArgumentError(
-            f"inputs or targets are Microbatches, and the graph cuts each sequence into n_slices="
-            f"{n_slices} slices: only batches that are split evenly are cut; give a tensor or "
-            "nested tensors, padded to one length, or lower a schedule without slices"
-        )
 
 
 def batch_facts(inputs: Any, targets: Any) -> BatchFacts | None:

@@ -215,11 +215,14 @@ class LossShapes:
 
     A mean over tokens, weighted by samples, is not the mean over all tokens if sequences of
     micro-batches have different lengths. Outputs of different lengths cannot be joined, so that
-    `LossCheck` cannot compare. Shapes of targets are those of all processes, as text.
+    `LossCheck` cannot compare. Slices of sequences are weighted by their positions. Shapes of
+    targets are those of all processes, as text.
     """
 
-    def __init__(self, targets: Iterable[str], *, has_weights: bool) -> None:
-        self._has_weights = has_weights
+    def __init__(
+        self, targets: Iterable[str], *, has_weights: bool, counts_positions: bool
+    ) -> None:
+        self._has_weights, self._is_exact = has_weights, has_weights or counts_positions
         self._targets, self._outputs = dict.fromkeys(targets), dict[str, None]()
 
     def note(self, output: object, count: Count | None) -> None:
@@ -232,9 +235,9 @@ class LossShapes:
         self._outputs[str(shapes_beyond_samples(output))] = None
 
     def unlike(self) -> tuple[str, list[str]] | None:
-        """Return the name and shapes of values whose shapes differ; None if there are weights."""
+        """Return name and shapes of values whose shapes differ; None if tokens are counted."""
         for name, shapes in (("outputs", self._outputs), ("targets", self._targets)):
-            if len(shapes) > 1 and not self._has_weights:
+            if len(shapes) > 1 and not self._is_exact:
                 return name, list(shapes)
         return None
 

@@ -110,7 +110,8 @@ def pack_documents(
     dynamic_context
         Whether a document is shared by as few GPUs as ``max_tokens`` allows: the least divisor of
         ``context_parallel``, so that several groups of a device compute other documents at the
-        same time. Where these are too few, they get more GPUs. Otherwise all ``context_parallel`` GPUs of a device share each.
+        same time. Where these are too few, they get more GPUs. Otherwise all
+        ``context_parallel`` GPUs of a device share each.
     **settings
         Arguments of `costs`, such as ``gpu``, ``flash_attention`` and ``network``. Without
         ``flash_attention``, masked scores are computed too, and only tokens count.

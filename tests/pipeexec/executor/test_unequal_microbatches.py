@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_any_schedule_is_the_unsplit_model(name: str, order: dict[str, Any]) -> 
     if name in ("pipedream", "pipedream_2bw"):
         pytest.skip("takes older weights")
     if name in ("seq1f1b", "slimpipe"):
-        pytest.skip("cuts sequences into slices, see test_slices_refuse_them")
+        pytest.skip("takes slices, see test_slices_of_unlike_sequences_are_the_unsplit_model")
     graph = ps.lower(ps.schedule(name, 2, 4, **order))
     stages, batch = language_stages(graph.n_stages), tokens()
     with pipeline(stages, graph, token_loss) as subject:
@@ -432,15 +433,42 @@ def test_batches_that_are_refused() -> None:
         other.step(inputs, weighted)
 
 
-def test_slices_refuse_them() -> None:
-    with pipeline(language_stages(2), lowered("seq1f1b", 2, 4), token_loss) as subject:
-        message = "are Microbatches, and the graph cuts each sequence into n_slices="
-        for call in (subject.step, subject.evaluate, subject.check_batch, subject.memory,
-                     lambda *batch: px.profile(subject, *batch)):  # fmt: skip
-            with pytest.raises(ArgumentError, match=re.escape(message)):
-                call(*tokens())
-        with pytest.raises(ArgumentError, match=re.escape(message)):
-            subject.predict(tokens()[0])
+def sliced(positions: Sequence[Sequence[int]]) -> tuple[Any, Any, Any, Any]:
+    """Return inputs and targets of slices with these positions, and those of whole sequences."""
+    wholes = tokens([(2, sum(row)) for row in positions])
+    cuts = (
+        px.Microbatches([
+            part for x, row in zip(whole, positions, strict=True) for part in x.split(list(row), 1)
+        ])
+        for whole in wholes
+    )  # fmt: skip
+    return (*cuts, *wholes)
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "slimpipe"])
+@pytest.mark.parametrize("loss", [token_loss, mean_loss])
+@pytest.mark.filterwarnings("error:outputs of Microbatches have unlike shapes")
+def test_slices_of_unlike_sequences_are_the_unsplit_model(name: str, loss: Any) -> None:
+    """One long sequence, and short ones; slices of a sequence differ too. A mean counts tokens."""
+    inputs, targets, *wholes = sliced([[8, 5], [1, 2], [3, 1], [2, 2]])
+    graph = ps.lower(ps.schedule(name, 2, 8, n_slices=2))
+    stages = language_stages(graph.n_stages)
+    with pipeline(stages, graph, loss) as subject:
+        result = subject.step(inputs, targets)
+        assert_like_whole(result.loss, stages, *wholes)
+        torch.testing.assert_close(subject.evaluate(inputs, targets).loss, result.loss)
+        subject.check_batch(inputs, targets)
+        outputs = subject.predict(inputs)
+        first = subject.evaluate(*(px.Microbatches(list(x)[:2]) for x in (inputs, targets)))
+        with pytest.raises(ArgumentError, match="have 3 Microbatches a replica; give both the sa"):
+            subject.evaluate(*(px.Microbatches(list(x)[:3]) for x in (inputs, targets)))
+        message = "are Microbatches, and the graph has n_slices=2 slices a sequence"
+        with pytest.raises(ArgumentError, match=message):
+            px.profile(subject, inputs, targets)
+    model = nn.Sequential(*stages)
+    for k, x in enumerate(wholes[0]):
+        torch.testing.assert_close(torch.cat(outputs[2 * k : 2 * k + 2], 1), model(x))
+    torch.testing.assert_close(first.loss, mean_loss(model(wholes[0][0]), wholes[1][0]))
 
 
 def test_cuda_graphs_refuse_them() -> None:
