@@ -103,12 +103,11 @@ def model_costs(
     network: Network | None,
     lengths: Lengths | None = None,
     slices: Slices = 1,
-    context: Sequence[int] = (),
+    context: Sequence[tuple[int, ...]] = (),
 ) -> Costs:
     """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings.
 
-    ``context`` is ``context_parallel`` of each micro-batch, of which ``shard`` has the largest;
-    empty if all are equal.
+    ``context`` are `context_sizes`; ``shard`` has their sum.
     """
     rates = None if gpu is None else as_gpu(gpu)
     if rates is not None:
@@ -153,7 +152,7 @@ def model_costs(
             "slices": _lists(slices),
         }
         if context:
-            settings["context_parallel"] = list(context)
+            settings["context_parallel"] = _lists(context)
     workload = replace(
         shard_workload(shards or [(shard,)], rates, settings, network),
         n_slices=max(len(shards), 1) // max(n_wholes, 1),
@@ -195,24 +194,39 @@ Groups = tuple[Shard, ...]
 Slices = int | Sequence[int]
 
 
-def context_sizes(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return ``context_parallel`` of each micro-batch; empty if settings have one for all."""
+def context_sizes(settings: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Return ``context_parallel`` of the groups of a device in each micro-batch.
+
+    Empty if settings have one for all micro-batches.
+    """
     sizes: Any = settings.get("context_parallel")
     if isinstance(sizes, (str, bytes)) or not hasattr(sizes, "__len__"):
         return ()
-    names = (f"context_parallel[{k}]" for k in range(len(sizes)))
-    checked = tuple(map(check_size, names, sizes))
-    if not checked:
+    if not len(sizes):
         raise ArgumentError(
             "context_parallel is empty; give a number, or a list of one number a micro-batch"
         )
-    for k, size in enumerate(checked):
-        check_divides(f"context_parallel[{k}]", size, "their maximum", max(checked))
-    return checked
+    rows = []
+    for k, value in enumerate(sizes):
+        name, is_row = f"context_parallel[{k}]", isinstance(value, (list, tuple)) and len(value)
+        row = value if is_row else [value]
+        rows.append([check_size(name + f"[{i}]" * bool(is_row), x) for i, x in enumerate(row)])
+    most = max(map(sum, rows))
+    for k, row in enumerate(rows):
+        for size in row:
+            check_divides(f"context_parallel[{k}]", size, "the GPUs of a device", most)
+    is_number = [not hasattr(value, "__len__") for value in sizes]
+    return tuple(
+        (row[0],) * (most // row[0]) if alike else tuple(row)
+        for row, alike in zip(rows, is_number, strict=True)
+    )
 
 
 def microbatch_shards(
-    shard: Shard, lengths: Lengths | None, slices: Slices, context: Sequence[int] = ()
+    shard: Shard,
+    lengths: Lengths | None,
+    slices: Slices,
+    context: Sequence[tuple[int, ...]] = (),
 ) -> list[Groups]:
     """Return the shards of each micro-batch, or of each slice; see `Transformer.costs`.
 
@@ -234,7 +248,7 @@ def microbatch_shards(
     wholes = [
         _of_microbatch(
             shard, k, shard.model.sequence_length if lengths is None else lengths[k],
-            context[k] if context else shard.context_parallel,
+            context[k] if context else (shard.context_parallel,),
         )
         for k in range(n)
     ] or [(shard,)]  # fmt: skip
@@ -248,23 +262,24 @@ def microbatch_shards(
     ]
 
 
-def _of_microbatch(shard: Shard, k: int, value: Any, c: int) -> Groups:
-    """Return the shards of micro-batch ``k``, which ``c`` groups of tensor parallelism share."""
-    name, n_groups = f"lengths[{k}]", shard.context_parallel // c
+def _of_microbatch(shard: Shard, k: int, value: Any, sizes: tuple[int, ...]) -> Groups:
+    """Return the shards of micro-batch ``k``, one a group of these sizes."""
+    name, c = f"lengths[{k}]", shard.context_parallel
     # Lengths of other micro-batches may not be divided as that of the model: one change.
-    change = {"context_parallel": c, "context_groups": n_groups}
+    changes = [{"context_parallel": size, "context_groups": c // size} for size in sizes]
     is_nested = hasattr(value, "__len__") and any(hasattr(x, "__len__") for x in value)
     if not is_nested or isinstance(value, (str, bytes)):
-        return (_of_length(shard, name, value, change),) * n_groups
-    if len(value) > n_groups:
+        of_size = {x["context_parallel"]: _of_length(shard, name, value, x) for x in changes}
+        return tuple(of_size[size] for size in sizes)
+    if len(value) > len(sizes):
         raise ArgumentError(
-            f"{name} has documents of {len(value)} groups of GPUs, but a device has {n_groups} "
-            f"that share a sequence (context_parallel={c} of {shard.context_parallel}); give one "
-            "list of documents a group"
+            f"{name} has documents of {len(value)} groups of GPUs, but the device has groups of "
+            f"{', '.join(map(str, sizes))} (context_parallel) in this micro-batch; give one list "
+            "of documents a group"
         )
     return tuple(
         _of_length(shard, f"{name}[{i}]", own if hasattr(own, "__len__") else [own], change)
-        for i, own in enumerate(value)
+        for i, (own, change) in enumerate(zip(value, changes, strict=False))
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,11 +31,12 @@ class _Documents(NamedTuple):
     max_tokens: int  # of a GPU in a micro-batch
 
 
-class _Microbatch(NamedTuple):
-    """Groups of GPUs of a device, with the numbers of the documents of each."""
+class _Group(NamedTuple):
+    """GPUs that share documents: how many, the documents' numbers, and their seconds."""
 
     size: int
-    groups: list[list[int]]
+    documents: list[int]
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class Packing:
         Tokens of these documents, as ``lengths`` of `pipesim.Transformer.costs`: micro-batches of
         all replicas, of replica 0 first.
     context_parallel
-        GPUs that share each sequence, one size a micro-batch of each replica; likewise.
+        Sizes of the groups of each micro-batch, likewise; a number if all are equal.
     seconds
         Seconds of forward and backward of each micro-batch through the whole model, on the slowest
         group; shape ``(n_replicas, n_microbatches)``.
@@ -62,7 +63,7 @@ class Packing:
 
     documents: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     lengths: list[Any]
-    context_parallel: list[int]
+    context_parallel: list[Any]
     seconds: Floats
 
     @property
@@ -110,7 +111,7 @@ def pack_documents(
     dynamic_context
         Whether a document is shared by as few GPUs as ``max_tokens`` allows: the least divisor of
         ``context_parallel``, so that several groups of a device compute other documents at the
-        same time. Where these are too few, they get more GPUs. Otherwise all
+        same time. GPUs that would be idle join the slowest groups. Otherwise all
         ``context_parallel`` GPUs of a device share each.
     **settings
         Arguments of `costs`, such as ``gpu``, ``flash_attention`` and ``network``. Without
@@ -239,7 +240,9 @@ def _seconds_of_documents(
     sizes, number = np.unique(batch.sizes, return_inverse=True)
     halves = [int(-(-d * per_gpu // (2 * (g := _grain(parallel, d)))) * g) for d in sizes.tolist()]
     lengths = [row for half in halves for row in ([2 * half], [half, half])]
-    whole, divided = _seconds(model, settings, lengths, np.repeat(sizes, 2)).reshape(-1, 2).T
+    whole, divided = (
+        _seconds(model, settings, lengths, np.repeat(sizes, 2).tolist()).reshape(-1, 2).T
+    )
     squares = np.maximum(2 * (whole - divided), 0)
     share = batch.tokens / (2 * np.array(halves))[number]
     seconds: Floats = (whole - squares)[number] * share + squares[number] * share**2
@@ -247,10 +250,10 @@ def _seconds_of_documents(
 
 
 def _seconds(
-    model: Transformer, settings: Mapping[str, Any], lengths: Sequence[Any], context: Ints
+    model: Transformer, settings: Mapping[str, Any], lengths: Sequence[Any], context: list[Any]
 ) -> Floats:
     """Return the seconds of forward and backward of micro-batches through the whole model."""
-    run = {**settings, "lengths": lengths, "context_parallel": context.tolist()}
+    run = {**settings, "lengths": lengths, "context_parallel": context}
     costs = model.costs(1, **run)
     both = [np.ravel(np.asarray(x, dtype=float)) for x in (costs.forward, costs.backward)]
     seconds: Floats = np.broadcast_to(both[0], len(lengths)) + both[1]
@@ -274,7 +277,7 @@ def _assigned(
     return bins
 
 
-def _packed(batch: _Documents, n_replicas: int, n: int) -> list[list[_Microbatch]] | None:
+def _packed(batch: _Documents, n_replicas: int, n: int) -> list[list[list[_Group]]] | None:
     """Return ``n`` micro-batches of each replica; None if documents do not fit, or some lack."""
     on_device = batch.seconds * batch.sizes / batch.n_gpus
     room = n * batch.n_gpus * batch.max_tokens
@@ -285,52 +288,72 @@ def _packed(batch: _Documents, n_replicas: int, n: int) -> list[list[_Microbatch
     return [own for own in packed if own is not None] if None not in packed else None
 
 
-def _microbatches(batch: _Documents, members: list[int], n: int) -> list[_Microbatch] | None:
-    """Return the ``n`` micro-batches of a replica, or None.
+def _microbatches(batch: _Documents, members: list[int], n: int) -> list[list[_Group]] | None:
+    """Return the groups of the ``n`` micro-batches of a replica; None if they do not fit.
 
-    Documents that as many GPUs share are computed at the same time. Each size has as few
-    micro-batches as possible; then the size with the most seconds a micro-batch gets one more.
+    Documents of one size are divided among groups, as many as their share of the work allows.
+    Groups of about equal seconds run at the same time.
     """
+    c = batch.n_gpus
     of_size = {
         d: [k for k in members if batch.sizes[k] == d] for d in set(batch.sizes[members].tolist())
     }
-    bins: dict[int, list[list[int]]] = {}
-
-    def divide(size: int, n_least: int) -> None:
-        for m in count(n_least):
-            own = _assigned(
-                batch,
-                of_size[size],
-                batch.seconds,
-                m * (batch.n_gpus // size),
-                size * batch.max_tokens,
-            )
-            if own is not None:
-                bins[size] = own
-                return
-
-    for size in of_size:
-        divide(size, 1)
-
-    def n_of(size: int) -> int:
-        return len(bins[size]) * size // batch.n_gpus
-
-    while (n_used := sum(map(n_of, bins))) < n:
-        more = [size for size in bins if len(of_size[size]) > n_of(size)]
+    work = {d: float(d * batch.seconds[own].sum()) for d, own in of_size.items()}
+    whole = {d: n * c / d * work[d] / sum(work.values()) for d in work}
+    for share in np.linspace(1, 0, 11).tolist():  # the rest is lost to GPUs that no group fits
+        groups = {d: _groups(batch, own, d, int(share * whole[d])) for d, own in of_size.items()}
+        microbatches = _filled(groups, c)
+        if len(microbatches) <= n:
+            break
+    while len(microbatches) < n:
+        more = [d for d in groups if len(groups[d]) < len(of_size[d])]
         if not more:
             return None
-        size = max(more, key=lambda d: batch.seconds[of_size[d]].sum() * d / n_of(d))
-        divide(size, n_of(size) + 1)
-    if n_used > n:
-        return None
-    microbatches = []
-    for size, own in bins.items():
-        filled = sorted(filter(None, own), key=lambda x: -batch.seconds[x].sum())
-        parts = np.array_split(np.arange(len(filled)), n_of(size))
-        if not all(map(len, parts)):
-            return None
-        microbatches += [_Microbatch(size, [sorted(filled[i]) for i in part]) for part in parts]
+        d = max(more, key=lambda d: work[d] / d / len(groups[d]))
+        groups[d] = _groups(batch, of_size[d], d, len(groups[d]) + 1)
+        microbatches = _filled(groups, c)
+    return microbatches if len(microbatches) == n else None
+
+
+def _groups(batch: _Documents, members: list[int], size: int, n_least: int) -> list[_Group]:
+    """Return documents in at least so many groups of GPUs, if there are as many documents."""
+    numbers = count(min(max(1, n_least), len(members)))
+    divided = (
+        _assigned(batch, members, batch.seconds, n, size * batch.max_tokens) for n in numbers
+    )
+    bins = next(bins for bins in divided if bins is not None)
+    return [_Group(size, sorted(own), float(batch.seconds[own].sum())) for own in bins if own]
+
+
+def _filled(groups: Mapping[int, list[_Group]], c: int) -> list[list[_Group]]:
+    """Return the groups of each micro-batch: the slowest first, where GPUs are free."""
+    microbatches: list[list[_Group]] = []
+    for group in sorted(chain.from_iterable(groups.values()), key=lambda x: -x.seconds):
+        fits = (own for own in microbatches if sum(x.size for x in own) + group.size <= c)
+        own = next(fits, None)
+        if own is None:
+            microbatches.append(own := [])
+        own.append(group)
     return microbatches
+
+
+def _grown(
+    groups: list[_Group], batch: _Documents, tokens_of: Callable[[_Group, int], list[int]]
+) -> list[_Group]:
+    """Return groups of which the slowest have the GPUs that would be idle."""
+    groups, c = list(groups), batch.n_gpus
+    while True:
+        free = c - sum(group.size for group in groups)
+        larger = [
+            (group.seconds, k, size)
+            for k, group in enumerate(groups)
+            for size in [d for d in range(group.size + 1, group.size + free + 1) if c % d == 0][:1]
+            if sum(tokens_of(group, size)) <= size * batch.max_tokens
+        ]
+        if not larger:
+            return groups
+        seconds, k, size = max(larger)
+        groups[k] = groups[k]._replace(size=size, seconds=seconds * groups[k].size / size)
 
 
 def _packing(
@@ -338,31 +361,22 @@ def _packing(
     settings: Mapping[str, Any],
     parallel: Parallel,
     batch: _Documents,
-    replicas: list[list[_Microbatch]],
+    replicas: list[list[list[_Group]]],
 ) -> Packing:
-    """Return the packing, with the seconds of each micro-batch by the costs of the model.
+    """Return the packing, with the seconds of each micro-batch by the costs of the model."""
 
-    Groups of a micro-batch that leave GPUs idle get more GPUs, as many each.
-    """
-    c = batch.n_gpus
-    flat = [own for microbatches in replicas for own in microbatches]
-    lengths, sizes = [], []
-    for own in flat:
-        spread = {
-            d: [
-                [_padded(parallel, n, d) for n in batch.tokens[documents].tolist()]
-                for documents in own.groups
-            ]
-            for d in range(own.size, c // len(own.groups) + 1)
-            if c % d == 0
-        }
-        sizes.append(min(spread, key=lambda d: max(map(sum, spread[d])) / d))
-        lengths.append(spread[sizes[-1]])
-    if all(size == c for size in sizes):
-        lengths = [groups[0] for groups in lengths]
-    context = np.array(sizes)
+    def tokens_of(group: _Group, size: int) -> list[int]:
+        return [_padded(parallel, int(batch.tokens[k]), size) for k in group.documents]
+
+    grown = [[_grown(own, batch, tokens_of) for own in replica] for replica in replicas]
+    flat = list(chain.from_iterable(grown))
+    lengths: list[Any] = [[tokens_of(group, group.size) for group in own] for own in flat]
+    context: list[Any] = [[group.size for group in own] for own in flat]
+    if all(sizes == [batch.n_gpus] for sizes in context):
+        lengths, context = [groups[0] for groups in lengths], [batch.n_gpus] * len(context)
     seconds = _seconds(model, settings, lengths, context).reshape(len(replicas), -1)
     documents = tuple(
-        tuple(tuple(map(tuple, own.groups)) for own in microbatches) for microbatches in replicas
+        tuple(tuple(tuple(group.documents) for group in own) for own in replica)
+        for replica in grown
     )
-    return Packing(documents, lengths, context.tolist(), seconds)
+    return Packing(documents, lengths, context, seconds)

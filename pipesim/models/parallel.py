@@ -241,7 +241,7 @@ class ParallelSettings(_SearchedSettings, total=False):
 class CostsSettings(_SearchedSettings, total=False):
     """The same for costs, whose micro-batches may differ in ``context_parallel``."""
 
-    context_parallel: int | Sequence[int]
+    context_parallel: int | Sequence[int | Sequence[int]]
 
 
 #: Fields of `Parallel` of which a plan searches values.

@@ -622,7 +622,8 @@ class Transformer:
             micro-batch k with size d, d groups of ``tensor_parallel`` GPUs share a sequence, and
             c/d sequences are computed at the same time. Each of them is as long as ``lengths[k]``
             says, or ``lengths[k]`` has a list of documents for each: ``lengths=[8192, [[2048],
-            [1024, 1024]]], context_parallel=[2, 1]``. Fewer lists leave GPUs idle. Seconds and
+            [1024, 1024]]], context_parallel=[2, 1]``. Fewer lists leave GPUs idle. A list of
+            sizes is that of unlike groups of one micro-batch, ``[2, 1, 1]`` of 4. Seconds and
             bytes are those of the group with the most. Parameters, their reduction and the
             optimizer are those of c.
 
@@ -663,7 +664,7 @@ class Transformer:
 
         context = context_sizes(settings)
         if context:
-            settings["context_parallel"] = max(context)
+            settings["context_parallel"] = max(map(sum, context))
         shard = self.shard(as_parallel(Transformer.costs, parallel, settings))
         return model_costs(
             shard,

@@ -145,7 +145,8 @@ def device_size(settings: Mapping[str, Any]) -> int:
     Of several ``context_parallel``, one a micro-batch, it is the largest.
     """
     sizes = {name: settings.get(name, 1) for name in ("tensor_parallel", "context_parallel")}
-    sizes["context_parallel"] = max(context_sizes(sizes) or [sizes["context_parallel"]])
+    if context := context_sizes(sizes):
+        sizes["context_parallel"] = max(map(sum, context))
     return prod(map(check_count, sizes, sizes.values()))
 
 

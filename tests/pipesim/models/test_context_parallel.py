@@ -215,12 +215,26 @@ def test_a_hand_drawn_step_of_two_sizes() -> None:
     assert sliced.forward[0][:2] == alone.forward[0]
 
 
+def test_groups_of_several_sizes_compute_at_the_same_time() -> None:
+    """Seconds and bytes are those of the group with the most; parameters those of all GPUs."""
+    parts = [[8192], [1024, 1024], [512]]
+    own = costs(4, context_parallel=[[2, 1, 1]], lengths=[parts])
+    runs = [costs(c, lengths=[x]) for c, x in zip((2, 1, 1), parts, strict=True)]
+    for name in ("forward", "backward", "activation_bytes", "output_bytes"):
+        assert getattr(own, name) == tuple(
+            max(x) for x in zip(*(getattr(run, name) for run in runs), strict=True)
+        )
+    assert own.reduce_copies == costs(4).reduce_copies
+    assert own.work is not None
+    assert (own.work.tokens, own.work.gpus_per_device) == (8192 + 2048 + 512, 4)
+
+
 def test_settings_build_the_same_costs_again() -> None:
     """`rebuilt` keeps context parallelism, and may change it."""
     own = costs(4, context_exchange="all_to_all")
     assert ps.Costs.from_dict(own.to_dict()).rebuilt() == own
     assert own.rebuilt(context_exchange="ring") == costs(4)
-    several = costs(4, context_parallel=[1, 4], lengths=[[[512, 512], [1024]], 4096])
+    several = costs(4, context_parallel=[1, 4, [2, 1, 1]], lengths=[[[512, 512]], 4096, 2048])
     assert ps.Costs.from_dict(several.to_dict()).rebuilt() == several
 
 
@@ -242,12 +256,16 @@ def test_networks_must_group_all_gpus_of_a_device() -> None:
         ({"context_exchange": "tree"}, "unknown context_exchange 'tree'"),
         ({"context_balance": 1}, "context_balance must be"),
         ({"context_parallel": []}, "context_parallel is empty; give a number, or a list"),
-        ({"context_parallel": [4, 3]}, r"context_parallel\[1\]=3 does not divide their maximum=4"),
+        ({"context_parallel": [4, 3]}, r"context_parallel\[1\]=3 does not divide the GPUs of a de"),
         ({"context_parallel": [4, 0]}, r"context_parallel\[1\] must be at least 1, got 0"),
+        (
+            {"context_parallel": [[2, 0], 4]},
+            r"context_parallel\[0\]\[1\] must be at least 1, got 0",
+        ),
         ({"context_parallel": [2, 1], "lengths": [512]}, "context_parallel has 2 values, but len"),
         (
             {"context_parallel": [2, 1], "lengths": [[[8], [8]], 8]},
-            r"lengths\[0\] has documents of 2 groups of GPUs, but a device has 1 that share a seq",
+            r"lengths\[0\] has documents of 2 groups of GPUs, but the device has groups of 2 \(con",
         ),
     ],
 )
