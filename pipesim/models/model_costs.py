@@ -190,8 +190,8 @@ def _plain(record: GPU | Transformer) -> dict[str, Any]:
 Lengths = Sequence[int | Sequence[int] | Sequence[Sequence[int]]]
 #: Shards of the sequences that the groups of a device compute at the same time.
 Groups = tuple[Shard, ...]
-#: Number of equal slices of a sequence, or the tokens of each slice.
-Slices = int | Sequence[int]
+#: Number of equal slices of a sequence, or the tokens of each slice, or these of each micro-batch.
+Slices = int | Sequence[int] | Sequence[Sequence[int]]
 
 
 def context_sizes(settings: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
@@ -257,9 +257,23 @@ def microbatch_shards(
         return wholes if n else []
     return [
         parts
-        for whole in wholes
-        for parts in zip(*(_of_slices(own, slices) for own in whole), strict=True)
+        for whole, own in zip(wholes, _slices_of_each(slices, len(wholes)), strict=True)
+        for parts in zip(*(_of_slices(one, own) for one in whole), strict=True)
     ]
+
+
+def _slices_of_each(slices: Any, n: int) -> list[Any]:
+    """Return the slices of each of ``n`` micro-batches."""
+    is_listed = hasattr(slices, "__len__") and not isinstance(slices, (str, bytes))
+    if not (is_listed and len(slices) and all(hasattr(own, "__len__") for own in slices)):
+        return [slices] * n
+    counts = [len(own) for own in slices]
+    if len(counts) != n or len({*counts}) > 1:
+        raise ArgumentError(
+            f"slices have lists of {', '.join(map(str, counts))} slices for {n} micro-batches; "
+            "give one list each, of as many slices"
+        )
+    return list(slices)
 
 
 def _of_microbatch(shard: Shard, k: int, value: Any, sizes: tuple[int, ...]) -> Groups:

@@ -590,8 +590,9 @@ class Transformer:
             parameters and the split of layers. None: all have the model's length.
         slices
             Slices of each sequence, for schedules such as ``"seq1f1b"``: their number, or the
-            tokens of each. Attention of a later slice has more keys. Gradients of the keys and
-            values of earlier slices are not counted as memory.
+            tokens of each, or with ``lengths`` such a list for each micro-batch. Attention of a
+            later slice has more keys. Gradients of the keys and values of earlier slices are not
+            counted as memory.
         partition
             How layers are divided among a number of stages. ``"even"`` (the default here without
             ``placement``): each stage has as many. ``"balanced"`` (the default of

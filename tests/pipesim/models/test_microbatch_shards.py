@@ -101,6 +101,19 @@ def test_slices_have_the_work_of_the_sequence() -> None:
     assert np.sum(uneven.forward[0]) == pytest.approx(whole.forward[0])
 
 
+def test_sequences_of_unlike_lengths_have_slices_of_their_own() -> None:
+    """Each slice costs what it costs in a run of its sequence alone."""
+    rows = {512: [384, 128], 96: [64, 32]}
+    rate: dict[str, Any] = {"flops_per_second": 1e12, "microbatch_size": 1}
+    costs = MODEL.costs([2, 2], lengths=[*rows], slices=[*rows.values()], **rate)
+    alone = [MODEL.costs([2, 2], lengths=[n], slices=own, **rate) for n, own in rows.items()]
+    for name in ("forward", "backward", "activation_bytes"):
+        parts = [np.array(getattr(own, name)) for own in alone]
+        assert (np.array(getattr(costs, name)) == np.hstack(parts)).all(), name
+    graph = ps.lower(ps.schedule("seq1f1b", 2, 4, n_slices=2))
+    assert ps.simulate(graph, costs).makespan == ps.simulate(graph, costs.rebuilt()).makespan
+
+
 def test_settings_build_them_again() -> None:
     costs = MODEL.costs([2, 2], lengths=[512, [128, 128], 64], **FUSED)
     assert costs.rebuilt() == costs
@@ -134,6 +147,8 @@ def test_a_step_of_packed_microbatches() -> None:
         ({"slices": [256, 256], "lengths": [[512]]}, "slices are of one sequence, but lengths pac"),
         ({"lengths": [[256, 256]], "microbatch_size": 2}, "packs documents into one micro-batch"),
         ({"slices": "2"}, "slices must be a"),
+        ({"slices": [[256, 256], [512]], "lengths": [512] * 2}, "slices have lists of 2, 1 slices"),
+        ({"slices": [[512]], "lengths": [512] * 2}, "slices have lists of 1 slices for 2 micro-ba"),
     ],
 )
 def test_bad_lengths(options: dict[str, Any], message: str) -> None:
