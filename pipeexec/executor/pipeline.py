@@ -636,6 +636,11 @@ def _check_graph(graph: TaskGraph) -> None:
             f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
         )
     verify(graph)
+    if graph.prompt_slices:
+        raise ArgumentError(
+            f"graph {graph.name!r} has decode steps, whose tokens pipeexec does not sample; lower "
+            "without prompt_slices"
+        )
     if graph.skips:
         raise ArgumentError(
             f"graph {graph.name!r} has skip connections {list(graph.skips)}, which "

@@ -279,9 +279,15 @@ def _message_uses(uses: DataUses) -> None:
         uses.note(recv[~is_skip], "w", arrived)
         skipped = recv[is_skip]
         uses.note(skipped, "w", skip, part=graph.peer_stage[skipped])
-        place = graph.replica[skipped], graph.stage[skipped], graph.microbatch[skipped]
+        # The token of a decode step is for the next one of its sequence, if there is one.
+        later = graph.kinds.returns_tokens[graph.kind[skipped]]
+        microbatch = graph.microbatch[skipped]
+        used = ~later | ((microbatch + 1) % graph.n_slices > 0)
+        skipped, later, microbatch = skipped[used], later[used], microbatch[used]
+        place = graph.replica[skipped], graph.stage[skipped], microbatch + later
         user = np.max([uses.task_of[op][place] for op in users], axis=0)
-        uses.note(user[user >= 0], "r", skip, part=graph.peer_stage[skipped][user >= 0])
+        peer, reads = graph.peer_stage[skipped], user >= 0
+        uses.note(user[reads], "r", skip, part=peer[reads], microbatch=microbatch[reads])
     for source, target in graph.skips if graph.portals else ():
         same = graph.homes[:, source] == graph.homes[:, target]  # handed over on one device
         for ops, end, other, output in (
@@ -370,6 +376,12 @@ def _slice_uses(uses: DataUses) -> None:
         return
     forward, backward = uses.tasks(Op.F), uses.tasks(Op.B, Op.I)
     uses.note(forward, "w", "keys_values")
+    if uses.graph.prompt_slices:
+        homes, last = uses.graph.homes, uses.graph.n_stages - 1
+        is_step = uses.graph.microbatch[forward] % n_slices >= uses.graph.prompt_slices
+        local = homes[uses.graph.replica[forward], last] == uses.graph.device[forward]
+        steps = forward[is_step & local & (uses.graph.stage[forward] == 0)]
+        uses.note(steps, "r", "output", stage=last, microbatch=uses.graph.microbatch[steps] - 1)
     for tasks, what, data in (
         (forward, "r", "keys_values"),
         (uses.tasks(Op.R), "r", "keys_values"),

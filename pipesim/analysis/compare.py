@@ -108,7 +108,7 @@ def known_results(timeline: Timeline) -> dict[str, float | bool]:
     work = None if timeline.costs is None else timeline.costs.work
     if work is not None:
         results["tokens_per_second"] = timeline.tokens_per_second
-    if work is not None and work.peak_flops is not None:
+    if work is not None and work.peak_flops is not None and not timeline.graph.forward_only:
         results["mfu"] = timeline.mfu()
     return results
 

@@ -176,6 +176,9 @@ class Costs(CostFields):
     forward_workspace_bytes, backward_workspace_bytes
         Bytes that a stage holds only while a task runs, beyond ``activation_bytes``: F and R, and
         B, I and W. They are temporary tensors, such as gradients of activations.
+    kv_cache_bytes
+        Bytes of keys and values of one micro-batch that F keeps in a forward-only graph of slices,
+        until the F of the last slice of its sequence on the stage.
     parameter_bytes, optimizer_bytes
         Bytes of a stage's parameters, which UNSHARD gathers, and of its optimizer state. If the
         optimizer is sharded, a replica has its share of the state. For a sharded stage, both are

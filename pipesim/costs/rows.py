@@ -259,6 +259,7 @@ class CostFields:
     workload: Workload | Mapping[str, Any] | None = _form(checked_workload, write=Workload.to_dict)
     forward_workspace_bytes: PerStage = _numbers("bytes", varies=True, whole=True)
     backward_workspace_bytes: PerStage = _numbers("bytes", varies=True, whole=True)
+    kv_cache_bytes: PerStage = _numbers("bytes", varies=True, whole=True, is_rare=True)
     memory_reserve: float = _form(_checked_reserve, default=0.0, unit="shares")
     grad_norm: PerStage = _work(None, default=0.0, varies=False)
     reduce_tied: PerStage | None = _measured(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.graph.options import Prefetch, Tied, prefetch_by_device
-from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via, segment_rules
+from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via, decode_rule, segment_rules
 from pipesim.graph.tasks import Kinds, ListedTasks
 from pipesim.ops import EXPERT_EXCHANGES, FETCHES, INPUT_GRADS, SEGMENTED, Op, expert_exchange
 from pipesim.utils.csr import CSR, Ints, ids_dtype
@@ -48,7 +48,8 @@ class KindRules(NamedTuple):
     needs: Ints
     #: Which micro-batches are needed: 0 for the task's own, 1 for several, up to the task's. 2
     #: where the task of ``via`` is of several too, one for each ``group``. 3 for the slice before
-    #: in the same sequence, 4 for the slice after. Shape ``(n_rules,)``.
+    #: in the same sequence, 4 for the slice after, 5 for the slice before that of a decode step.
+    #: Shape ``(n_rules,)``.
     every: Ints
     #: Number of those micro-batches: all of a mini-batch, or of a reduction; shape ``(n_rules,)``.
     span: Ints
@@ -66,6 +67,7 @@ def kind_rules(
     groups: Ints | None,
     tied: Tied = (),
     has_slices: bool = False,
+    decodes: bool = False,
 ) -> tuple[KindRules, int]:
     """Return `RULES` as tables of bases for the kinds of a graph, and the number of cells.
 
@@ -79,6 +81,8 @@ def kind_rules(
         As `TaskGraph.reduction_groups`; None for 0.
     has_slices
         Whether micro-batches are slices of sequences. Otherwise the tables have no `Rule.slice`.
+    decodes
+        Whether later slices are decode steps.
 
     Examples
     --------
@@ -110,18 +114,25 @@ def kind_rules(
     shared = None if groups is None else groups.tobytes()
     if tied or (kinds.op == Op.GRAD_NORM).any():
         columns.append(kinds.device)
-    key = (width, batch_size, shared, tied, has_slices, *(column.tobytes() for column in columns))
+    options = (width, batch_size, shared, tied, has_slices, decodes)
+    key = (*options, *(column.tobytes() for column in columns))
     tables = _kept.get(key)
     if tables is None:
         for oldest in list(_kept)[: max(0, len(_kept) - _MOST_KEPT + 1)]:  # threads share them
             _kept.pop(oldest, None)
-        tables = _tables(kinds, width, batch_size, groups, tied, has_slices)
+        tables = _tables(kinds, width, batch_size, groups, tied, has_slices, decodes)
         _kept[key] = tables
     return tables
 
 
 def _tables(
-    kinds: Kinds, width: int, batch_size: int, groups: Ints | None, tied: Tied, has_slices: bool
+    kinds: Kinds,
+    width: int,
+    batch_size: int,
+    groups: Ints | None,
+    tied: Tied,
+    has_slices: bool,
+    decodes: bool,
 ) -> tuple[KindRules, int]:
     """Return `kind_rules`, made anew."""
     part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
@@ -132,7 +143,7 @@ def _tables(
     cells[kinds.op[last], kinds.replica[last], kinds.stage[last] + 1, -1] = base[last]
     sums = kinds.part[kinds.op == Op.REDUCE_TIED]
     tied = tied[: 1 + int(sums.max(initial=-1))]
-    rules = _expanded_rules(kinds, len(tied), has_slices)
+    rules = _expanded_rules(kinds, len(tied), has_slices, decodes)
     applicable = np.zeros((len(rules), len(Op), cells.shape[-1]), dtype=bool)
     for k, (rule, _) in enumerate(rules):
         applicable[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
@@ -145,7 +156,10 @@ def _tables(
     stage = own_stage + 1
     via_op, via_offset, via_part = np.moveaxis(via_columns[number], 2, 0)
     via = cells[via_op, replica[:, None], stage[:, None] + via_offset, via_part]
-    needs = cells[np.stack([first_op, second_op]), replica, stage + offset, needs_part].T
+    other = np.minimum(stage + offset, cells.shape[2] - 1)  # beyond the last stage is none
+    needs = cells[np.stack([first_op, second_op]), replica, other, needs_part].T
+    skips = np.array([rule.skips and Op.RECV_F in rule.needs for rule, _ in rules])[number]
+    needs[skips & (needs_part >= own_stage)] = -1  # the token of a decode step is no skip
     every = np.array([rule.every for rule, _ in rules], dtype=np.int64)[number]
     reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule, _ in rules], dtype=bool)[number]
     group = np.zeros_like(kind) if groups is None else groups[own_stage]
@@ -154,6 +168,7 @@ def _tables(
     span = np.where(reduces & (group > 0), group, batch_size)
     to_slice = np.array([rule.slice for rule, _ in rules], dtype=np.int64)[number]
     every[to_slice < 0], every[to_slice > 0] = 3, 4
+    every[np.array([rule.decode for rule, _ in rules], dtype=bool)[number]] = 5
     applies = np.flatnonzero((needs.max(axis=1) >= 0) | (via.max(axis=1) >= 0))
     by_kind = CSR.group(kind[applies], len(kinds))
     order = applies[by_kind.values]
@@ -226,10 +241,13 @@ def _with_stages(
     return number[row][kept], kind[row][kept], replicas[kept], stages[kept]
 
 
-def _expanded_rules(kinds: Kinds, n_tied: int, has_slices: bool) -> list[tuple[Rule, int]]:
+def _expanded_rules(
+    kinds: Kinds, n_tied: int, has_slices: bool, decodes: bool
+) -> list[tuple[Rule, int]]:
     """Return `RULES` and the group of tied stages of each, -1 for none.
 
-    Rules between slices are left out unless ``has_slices``.
+    Rules between slices are left out unless ``has_slices``, that of decode steps unless
+    ``decodes``.
 
     One rule for each skip, each bucket and each group stands in place of one for all. A rule for a
     skip or a bucket has its number as ``needs_part`` and as the part of its ``via``.
@@ -245,6 +263,8 @@ def _expanded_rules(kinds: Kinds, n_tied: int, has_slices: bool) -> list[tuple[R
     rules: list[tuple[Rule, int]] = []
     segments = kinds.is_op(SEGMENTED) & (kinds.part >= 0)
     all_rules = RULES + segment_rules(1 + int(kinds.part[segments].max(initial=0)))
+    n_stages = 1 + int(kinds.stage.max(initial=0))
+    all_rules += (decode_rule(n_stages),) * (decodes and n_stages > 1)
     for rule, group in [pair for one in all_rules for pair in _rules_of_groups(one, n_tied)]:
         needs = {*rule.needs, *(via.op for via in rule.via)}
         is_absent = in_graph.isdisjoint(rule.ops) or in_graph.isdisjoint(needs)
@@ -305,24 +325,27 @@ def apply_rules(
     groups: Ints,
     tied: Tied = (),
     n_slices: int = 1,
+    prompt_slices: int = 0,
 ) -> tuple[CSR, Ints]:
     """Apply `RULES`; return the tasks that each task needs before it can start, and pairs.
 
     An overlapped F needs the dependencies of its B too. ``groups`` are as
-    `TaskGraph.reduction_groups`, ``tied`` as `TaskGraph.tied`, ``n_slices`` as
-    `TaskGraph.n_slices`.
+    `TaskGraph.reduction_groups`; ``tied``, ``n_slices`` and ``prompt_slices`` as attributes of
+    `TaskGraph`.
     """
     if not len(kind):
         return CSR(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)), np.empty(0, np.int64)
     n_microbatches = int(microbatch.max(initial=-1)) + 1
     rules, index, counts, _ = _indexed(
-        kinds, kind, microbatch, n_microbatches, batch_size, groups, tied, n_slices > 1
-    )
+        kinds, kind, microbatch, n_microbatches, batch_size, groups, tied, n_slices > 1,
+        prompt_slices > 0,
+    )  # fmt: skip
     most = int(counts @ rules.most)
     dtype = ids_dtype(max(len(kind), most))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
     values = np.empty(most, dtype=dtype)
-    total = _wire(kind, microbatch, index, n_microbatches, n_slices, rules, ptr, values, pair)
+    slices = n_slices, prompt_slices
+    total = _wire(kind, microbatch, index, n_microbatches, slices, rules, ptr, values, pair)
     return with_starts(CSR(ptr, values[:total]), kinds, kind, stream_of_kind), pair
 
 
@@ -343,9 +366,12 @@ def _indexed(
     groups: Ints | None = None,
     tied: Tied = (),
     has_slices: bool = False,
+    decodes: bool = False,
 ) -> tuple[KindRules, Ints, Ints, int]:
     """Return the rules of kinds, each cell's task, tasks of each kind, and a duplicate or -1."""
-    rules, n_cells = kind_rules(kinds, n_microbatches + 1, batch_size, groups, tied, has_slices)
+    rules, n_cells = kind_rules(
+        kinds, n_microbatches + 1, batch_size, groups, tied, has_slices, decodes
+    )
     index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
     counts = np.zeros(len(kinds), dtype=np.int64)
     return rules, index, counts, _index_tasks(kind, microbatch, rules.base, index, counts)
@@ -372,7 +398,7 @@ def _wire(
     microbatch: Ints,
     index: Ints,
     n_microbatches: int,
-    n_slices: int,
+    slices: tuple[int, int],
     rules: KindRules,
     ptr: Ints,
     values: Ints,
@@ -382,11 +408,12 @@ def _wire(
 
     - A task on a whole stage has the number of the last micro-batch of its mini-batch, or none if
       there is one mini-batch.
-    - Slice ``j`` of a sequence has a number that leaves ``j`` when divided by ``n_slices``.
+    - ``slices`` are ``n_slices`` and ``prompt_slices``. Slice ``j`` of a sequence has a number that
+      leaves ``j`` when divided by ``n_slices``.
 
     It is one loop: compiled code counts references to each column that a helper gets, task by task.
     """
-    total = 0
+    total, (n_slices, prompt_slices) = 0, slices
     for task in range(len(kind)):
         own, column = kind[task], microbatch[task] + 1
         for rule in range(rules.ptr[own], rules.ptr[own + 1]):
@@ -397,14 +424,17 @@ def _wire(
                 at_end = (microbatch[task] + (offset > 0)) % n_slices == 0
                 if at_end or column + offset > n_microbatches:
                     continue
+                if every == 5 and microbatch[task] % n_slices < prompt_slices:
+                    continue
                 last, first = last + offset, first + offset
             elif every:
                 last = 1 + (n_microbatches if column == 0 else column)
                 first = 1 if column == 0 else max(1, column - rules.span[rule] + 1)
             before = total
-            for choice in range(rules.via.shape[1]) if every < 2 else range(0):
+            source = first if every >= 3 else column
+            for choice in range(rules.via.shape[1]) if every != 2 else range(0):
                 if rules.via[rule, choice] >= 0 and total == before:
-                    needed = index[rules.via[rule, choice] + column]
+                    needed = index[rules.via[rule, choice] + source]
                     if needed >= 0:
                         values[total] = needed
                         total += 1

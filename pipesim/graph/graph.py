@@ -235,7 +235,7 @@ class TaskGraph:
             Graph of the tasks, not verified.
         """
         check_text("name", name)
-        tasks, group = checked_tasks(tasks, group)
+        tasks, group = checked_tasks(tasks, group, decodes=options.get("prompt_slices"))
         kinds, kind = tasks.kinds()
         microbatch = tasks.microbatch.astype(np.int32)
         n_microbatches = int(microbatch.max(initial=-1)) + 1
@@ -292,6 +292,7 @@ class TaskGraph:
             group_sizes(options.grad_sync, n_stages),
             options.tied,
             options.n_slices,
+            options.prompt_slices,
         )
         needs = with_fetches(needs, kinds, kind, options.prefetch)
         dependencies = with_ends(needs, kinds, kind, stream_of_kind)
@@ -351,6 +352,7 @@ class TaskGraph:
     skips = _Option[tuple[Skip, ...]]("skips", "Stages ``(source, target)`` of each skip.")
     portals = _Option[bool]("portals", "Whether each skip has its own message.")
     forward_only = _Option[bool]("forward_only", "Whether this is an evaluation.")
+    prompt_slices = _Option[int]("prompt_slices", "Slices of a prompt; 0 without decode steps.")
     tied = _Option[Tied]("tied", "Stages of each group with copies of one parameter.")
     prefetch = _Option[Prefetch]("prefetch", "Compute tasks that a fetch may run beside.")
     offload_to = _Option[OffloadTarget]("offload_to", "Where OFFLOADs move activations.")

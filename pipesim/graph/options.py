@@ -465,6 +465,8 @@ class LoweringOptions:
     portals: bool = True
     #: Whether the graph is an evaluation: it has no backwards, so F keeps no activations.
     forward_only: bool = False
+    #: First slices of each sequence, its prompt; others are decode steps. 0 for no decode steps.
+    prompt_slices: Whole = 0
     #: Stages of each group with copies of one parameter, in rising order.
     tied: Tied = ()
     #: Number of compute tasks of a device that a fetch, UNSHARD or RELOAD, may run beside before
@@ -502,6 +504,11 @@ class LoweringOptions:
             raise GraphError(
                 f"{batch_size} micro-batches of a mini-batch are no whole number of sequences of "
                 f"n_slices={record.n_slices}; give a divisor"
+            )
+        if record.prompt_slices and not (record.forward_only and record.n_slices > 1):
+            raise GraphError(
+                f"prompt_slices={record.prompt_slices} are those of sequences in several slices of "
+                "a forward-only graph; give n_slices and forward_only=True, or leave it out"
             )
         n_stages = int(kinds.stage.max(initial=0)) + 1
         groups = checked_tied(record.tied, n_stages)

@@ -75,6 +75,8 @@ class Rule(NamedTuple):
     #: sequence, +1 for the slice after; 0 for rules that need no other slice. Rules with an offset
     #: hold in graphs of several slices a sequence; the first or last slice needs none.
     slice: int = 0
+    #: Whether the rule holds for decode steps alone: slices behind those of the prompt.
+    decode: bool = False
 
 
 _COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
@@ -193,6 +195,16 @@ def segment_rules(n_segments: int) -> tuple[Rule, ...]:
                 Rule((Op.ALL_TO_ALL,), needs, part=exchange, needs_part=before, carries=True)
             )
     return tuple(rules)
+
+
+def decode_rule(n_stages: int) -> Rule:
+    """Return the rule that a decode step needs the token that the last stage has computed before.
+
+    On another device the token comes as a message of the last stage to the first.
+    """
+    last = n_stages - 1
+    via = (Via(Op.RECV_F, 0, last),)
+    return Rule((Op.F,), (Op.F,), last, via, slice=-1, decode=True)
 
 
 #: Operations whose parts have rules of their own.

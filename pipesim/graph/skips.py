@@ -87,7 +87,7 @@ def border_crossings(skips: Iterable[Skip], portals: bool) -> dict[Skip, list[in
 def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, ...]:
     """Return the skips of a graph: the given ones, or by default those of its messages."""
     pairs = checked_skips(skips, int(kinds.stage.max(initial=-1)) + 1)
-    is_message = kinds.peer_stage >= 0
+    is_message = (kinds.peer_stage >= 0) & ~kinds.returns_tokens
     if not is_message.any():
         return pairs
     ends = np.sort([kinds.stage[is_message], kinds.peer_stage[is_message]], axis=0)
@@ -167,7 +167,7 @@ def message_bytes(
     """Return the bytes of skips of each kind of message, 0 for others; shape ``(n_kinds,)``."""
     nbytes = np.zeros(len(kinds))
     _sizes(skip_bytes, skips)  # for its error
-    own = np.flatnonzero(kinds.peer_stage >= 0)
+    own = np.flatnonzero((kinds.peer_stage >= 0) & ~kinds.returns_tokens)
     if not len(own):
         return nbytes
     messages = border_bytes(skips, portals, skip_bytes)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import GraphError
+from pipesim.errors import GraphError, number
 from pipesim.ops import (
     COPIES,
     EXCHANGES,
@@ -324,6 +324,17 @@ class Kinds:
         return bool((self.is_op(SEGMENTED) & (self.part >= 0)).any())
 
     @cached_property
+    def returns_tokens(self) -> NDArray[np.bool_]:
+        """Whether kinds are messages of the last stage to the first, for the next decode step."""
+        to_earlier = (
+            (self.op == Op.SEND_F) & (self.peer_stage >= 0) & (self.peer_stage < self.stage)
+        )
+        tokens: NDArray[np.bool_] = to_earlier | (
+            (self.op == Op.RECV_F) & (self.peer_stage > self.stage)
+        )
+        return tokens
+
+    @cached_property
     def gathers_shards(self) -> NDArray[np.bool_]:
         """Whether tasks of each kind gather sharded parameters, which are freed after a use (FSDP).
 
@@ -455,8 +466,13 @@ _RANGES = {
 _OPTIONAL = ("replica", "overlapped", "peer_stage", "part", "group")
 
 
-def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | None]:
-    """Return tasks, and the collective's number of each task, as columns of 64-bit integers."""
+def checked_tasks(
+    tasks: object, group: object = None, *, decodes: object = False
+) -> tuple[Tasks, Ints | None]:
+    """Return tasks, and the collective's number of each task, as columns of 64-bit integers.
+
+    If the graph ``decodes``, the last stage may send tokens to the first.
+    """
     if not isinstance(tasks, Tasks):
         raise GraphError(f"a graph is wired from pipesim.graph.Tasks, got {type(tasks).__name__}")
     all_columns = {column.name: getattr(tasks, column.name) for column in fields(Tasks)}
@@ -478,7 +494,7 @@ def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | No
     _check_microbatches(columns["op"], columns["stage"], columns["microbatch"])
     collective = columns.pop("group", None)
     checked = Tasks(**columns)
-    _check_peers(checked)
+    _check_peers(checked, decodes=bool(number(decodes)))
     _check_parts(checked)
     _check_size(checked, n_devices)
     return checked, collective
@@ -540,15 +556,18 @@ def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:
         )
 
 
-def _check_peers(tasks: Tasks) -> None:
+def _check_peers(tasks: Tasks, *, decodes: bool) -> None:
     """Raise for tasks with a ``peer_stage`` that are no messages of a skip to or from it."""
     if tasks.peer_stage is None:
         return
     direction = np.sign(tasks.peer_stage - tasks.stage)
+    ends = np.sort([tasks.stage, tasks.peer_stage], axis=0)
+    is_token = decodes & (ends[0] == 0) & (ends[1] == tasks.stage.max(initial=-1))
     exists = tasks.peer_stage <= tasks.stage.max(initial=-1)
     right = np.zeros(len(tasks), dtype=bool)
     for op, sign in ((Op.SEND_F, 1), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 1)):
-        right |= (tasks.op == op) & (direction == sign) & exists
+        is_forward = (tasks.op == Op.SEND_F) | (tasks.op == Op.RECV_F)
+        right |= (tasks.op == op) & ((direction == sign) | (is_forward & is_token)) & exists
     wrong = np.flatnonzero((tasks.peer_stage >= 0) & ~right)
     if len(wrong):
         row = wrong[0]

@@ -83,7 +83,7 @@ from pipesim.lowering.recomputes import (
 from pipesim.scheduling.memory_checks import check_tasks
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule, forward_actions
-from pipesim.utils.checks import Count, checked
+from pipesim.utils.checks import Count, Whole, checked
 
 Streams = Literal["per_peer", "single", "per_microbatch"]
 
@@ -170,6 +170,7 @@ def lower(
     recompute_first: bool = False,
     recompute_waits: bool = False,
     forward_only: bool = False,
+    prompt_slices: Whole = 0,
     tied: Iterable[Iterable[int]] | str = (),
     grad_norm: bool = False,
     prefetch: PrefetchArgument = 1,
@@ -312,6 +313,11 @@ def lower(
         evaluation, or an inference. Each device keeps the order of its F. Options of backwards,
         recomputes, reductions and optimizer steps are checked as always, but have no effect. F
         keeps no activations; see rule 10.
+    prompt_slices
+        Number of slices of each sequence that are its prompt, in a ``forward_only`` graph. Later
+        slices are decode steps: F of stage 0 needs the token that F of the last stage computes of
+        the slice before. On another device it comes as a message without bytes, which takes the
+        latency. 0 (the default): all slices are known at the start.
     tied
         Groups of stages with copies of one parameter, such as embedding and head: ``[(0, 7)]``,
         or the text ``"0-7"``. REDUCE_TIED sums the gradients of the copies once a mini-batch,
@@ -468,6 +474,15 @@ def lower(
     if grad_sync is not None:
         arguments["grad_sync"] = collectives.grad_sync
     source = LoweredSchedule(schedule, arguments)
+    if prompt_slices and (
+        not forward_only or schedule.n_slices < 2 or shards or not sends_beside
+        or schedule.placement.n_paths > 1
+    ):  # fmt: skip
+        raise ArgumentError(
+            f"prompt_slices={prompt_slices} needs forward_only=True, a schedule of one path with "
+            "several slices a sequence (schedule.with_slices), messages that overlap, and no "
+            "sharded stages"
+        )
     if forward_only:
         schedule, collectives = forward_actions(schedule), forward_collectives(collectives)
         recompute, step, recompute_first, recompute_waits = "never", "none", False, False
@@ -475,9 +490,13 @@ def lower(
         offloads = Offloads()
         parameters = parameters if parameters.frees else ParameterShards()
     schedule = with_chosen(schedule, recompute, shards)
-    compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards, experts)
+    decode = {"forward_only": forward_only, "prompt_slices": prompt_slices}
+    compute = with_recomputes_and_steps(
+        schedule, recompute, step, recompute_first, shards, experts, **decode
+    )
     cycles = clock_cycles(schedule, compute)
     borders = tuple(border_crossings(pairs, portals))
+    borders += ((schedule.n_stages - 1, 0),) * (prompt_slices > 0)
     kinds, partners = add_partners(
         compute.kinds, sends_beside, overlap, streams, collectives, borders
     )
@@ -499,6 +518,7 @@ def lower(
         skips=pairs,
         portals=portals,
         forward_only=forward_only,
+        prompt_slices=prompt_slices,
         tied=of_devices.tied,
         prefetch=prefetch,
         expert_replicas=n_sharing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,12 +153,13 @@ def with_recomputes_and_steps(
     recompute_first: bool,
     sharded: tuple[int, ...],
     expert_layers: ExpertLayers = (),
+    **options: Any,
 ) -> TaskGraph:
     """Return the compute tasks of a schedule as a graph, in the order of each device.
 
     An R comes before each backward if its forward kept no activations. A STEP comes after the last
     backward of a stage in each mini-batch. F, B and I of stages with experts are in segments.
-    Options are those of `pipesim.lower`.
+    Options are those of `pipesim.lower`, and fields of `LoweringOptions`.
     """
     kinds, kind = compute_kinds(schedule)
     kinds, recomputes, of_microbatch, places = with_recomputes(
@@ -173,8 +174,8 @@ def with_recomputes_and_steps(
     kind = np.insert(kind, places, recomputes)
     microbatch = np.insert(schedule.microbatch, places, of_microbatch)
     kinds, kind, microbatch = with_segments(expert_layers, kinds, kind, microbatch)
-    options = LoweringOptions(n_batches=schedule.n_batches, n_slices=schedule.n_slices)
-    return TaskGraph.of_kinds(kinds, kind, microbatch, options=options)
+    own = LoweringOptions(n_batches=schedule.n_batches, n_slices=schedule.n_slices, **options)
+    return TaskGraph.of_kinds(kinds, kind, microbatch, options=own)
 
 
 @lru_cache(maxsize=32)
@@ -214,7 +215,7 @@ def clock_cycles(schedule: Schedule, compute: TaskGraph) -> Ints:
     """
     cycles = compute.levels
     if cycles.min() < 0:
-        verify(schedule)  # raises DeadlockError with the tasks
+        verify(compute if compute.prompt_slices else schedule)  # raises DeadlockError with tasks
     if schedule.placement.n_paths == 1:
         return cycles
     cycles, stage = cycles.copy(), compute.stage

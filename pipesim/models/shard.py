@@ -409,6 +409,11 @@ class Shard(Parallel):
         model, parameters = self.model, stage_parameters(own, sizes)
         logit_size = model.bytes_per_activation if self.fused_loss else FP32_BYTES
         logit_bytes = self.tokens * logit_size * model.vocabulary_size / self.tensor_parallel
+        # Each GPU has its heads; or, with latent attention, the latent vectors of all heads.
+        cached = (model.kv_size + model.value_size) / self.tensor_parallel
+        if model.kv_rank:
+            cached = model.kv_rank + model.rope_head_size
+        kv_cache = model.bytes_per_activation * self.tokens * cached
         return {
             "output_bytes": tuple(self.output_bytes * x.outputs for x in stage_keys(own, sizes)),
             "activation_bytes": per_stage(
@@ -431,6 +436,7 @@ class Shard(Parallel):
                 experts=self.expert_layer_weight_grad_bytes,
                 mtp=3 * self._input_bytes,
             ),
+            "kv_cache_bytes": per_stage(own, sizes, kv_cache, experts=kv_cache),
             "parameter_bytes": tuple(n * model.bytes_per_parameter for n in parameters),
             "gradient_bytes": tuple(n * model.bytes_per_gradient for n in parameters),
             "optimizer_bytes": tuple(

@@ -234,7 +234,8 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
       input too.
     - OFFLOAD releases the bytes that it moves to host memory, and RELOAD allocates them.
     - UNSHARD of sharded parameters allocates those of its stage, and RESHARD releases them.
-    - In a forward-only graph, inputs and outputs of stages live as long as tasks need them.
+    - In a forward-only graph, inputs and outputs of stages live as long as tasks need them. Keys
+      and values of slices live until the last slice of their sequence; see `_kept_keys`.
     - Gradients that wait for a reduction are allocated by the first B or W that adds to them, and
       released by their REDUCE_GRAD; see `waiting_gradients`.
     """
@@ -246,7 +247,32 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
         allocated = np.where(is_dropped, rows.kept[rows.row], allocated)
     allocated[waiting.backward] += waiting.nbytes
     released[waiting.reduction] += waiting.nbytes
+    if graph.forward_only and graph.n_slices > 1:
+        kept, freed = _kept_keys(graph, costs)
+        return allocated + kept, released + freed
     return allocated, released
+
+
+def _kept_keys(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:
+    """Return bytes of keys and values that each task of a forward-only graph keeps, and frees.
+
+    F keeps those of its slice. The F of the last slice frees those of all slices of its sequence.
+    """
+    classes, kinds = cost_classes(costs, graph), graph.kinds
+    tables = [
+        own.per_stage("kv_cache_bytes", graph.n_stages)[kinds.stage]
+        for own in ([costs] if classes is None else classes.costs)
+    ]
+    row = graph.kind if classes is None else classes.rows(graph.kind, len(kinds))
+    nbytes = np.concatenate(tables)[row]
+    begins, ends = (((kinds.op == Op.F) & x)[graph.kind] for x in (kinds.begins, kinds.completes))
+    kept = np.where(begins, nbytes, 0.0)
+    sequence, number = np.divmod(graph.microbatch, graph.n_slices)
+    ends &= number == graph.n_slices - 1
+    sums = np.zeros((graph.n_replicas, graph.n_stages, sequence.max(initial=0) + 1))
+    cell = graph.replica, graph.stage, sequence
+    np.add.at(sums, tuple(column[begins] for column in cell), kept[begins])
+    return kept, np.where(ends, sums[cell], 0.0)
 
 
 def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:

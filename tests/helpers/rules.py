@@ -42,10 +42,14 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
         def exchange(name: str, s: int, any_of: Any = any_of) -> set[int]:
             return any_of(s, Op.ALL_TO_ALL, part=EXCHANGES.index(name))
 
-        def skipped(*ops: Op, m: int | None = m, r: int = replica, s: int = stage) -> set[int]:
+        def skipped(
+            *ops: Op, m: int | None = m, r: int = replica, s: int = stage, later: bool = False
+        ) -> set[int]:
+            """Return messages of skips; RECV_F of ``later`` stages are tokens of decode steps."""
             return {
                 t.id for t in of_stage[r, s]
                 if t.microbatch == m and t.op in ops and t.peer_stage >= 0
+                and (t.op != Op.RECV_F or (t.peer_stage > s) == later)
             }  # fmt: skip
 
         def of_batch(*ops: Op, m: int | None = m, r: int = replica, s: int = stage) -> set[int]:
@@ -104,6 +108,12 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             needed = needed | any_of(stage, Op.UNSHARD, part=0)
             if m % graph.n_slices:  # the slice before
                 needed |= whole(stage, Op.F, m=m - 1)
+            last = graph.n_stages - 1
+            if not stage and 0 < graph.prompt_slices <= m % graph.n_slices:  # a decode step
+                token = skipped(Op.RECV_F, m=m - 1, later=True)
+                needed |= (
+                    token if graph.homes[replica, last] != device else whole(last, Op.F, m=m - 1)
+                )
         elif op == Op.ALL_TO_ALL:
             needed = {
                 "counts": any_of(stage, Op.DISPATCH) or arrived,

@@ -206,6 +206,9 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     options = draw(replicated(schedule))
     may_end = schedule.n_batches == 1 or options["n_replicas"] == 1
     step = draw(st.sampled_from(["flush", "none"] if may_end else ["flush"]))
+    forward_only = draw(st.sampled_from([False, False, False, True]))
+    if forward_only and overlap and schedule.placement.n_paths == 1:
+        options |= draw(decode_steps(schedule, options.get("sharded", [])))
     return {
         "recompute": draw(st.sampled_from(["listed", "never", "always", "except_last"])),
         "overlap": overlap,
@@ -214,7 +217,7 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         "hosts": draw(hosts(schedule.n_devices * options["n_replicas"])),
         "host_threads": draw(st.booleans()),
         "issue_order": draw(issue_orders),
-        "forward_only": draw(st.sampled_from([False, False, False, True])),
+        "forward_only": forward_only,
         "step": step,
         "prefetch": draw(prefetches(schedule.n_devices)),
         **options,
@@ -222,6 +225,21 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         **draw(experts(schedule, options)),
         **draw(offloads(schedule, options.get("sharded", []))),
     }
+
+
+@st.composite
+def decode_steps(
+    draw: st.DrawFn, schedule: ps.Schedule, sharded: list[int] | int
+) -> dict[str, Any]:
+    """Slices of a prompt before decode steps, if sequences have slices and the order can run."""
+    if sharded or schedule.n_slices == 1:
+        return {}
+    options = {"prompt_slices": draw(st.integers(0, 2))}
+    try:
+        ps.lower(schedule, forward_only=True, **options)
+    except PipeError:
+        return {}
+    return options
 
 
 @st.composite

@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute_first": {"recompute_first": True, "recompute": "always"},
     "recompute_waits": {"recompute_waits": True, "recompute": "always", "overlap": False},
     "forward_only": {"forward_only": True},
+    "prompt_slices": {"prompt_slices": 1, "forward_only": True, "n_slices": 2},
     "tied": {"tied": [(0, 3)]},
     "grad_norm": {"grad_norm": True},
     "prefetch": {"prefetch": [2, 0, 1, 3], "offload": "all"},
@@ -98,9 +99,9 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def lowered(schedule: str = "gpipe", **options: Any) -> ps.TaskGraph:
+def lowered(schedule: str = "gpipe", n_slices: int = 1, **options: Any) -> ps.TaskGraph:
     """Return a graph of four devices and four micro-batches."""
-    return ps.lower(ps.schedule(schedule, 4, 4), **options)
+    return ps.lower(ps.schedule(schedule, 4, 4).with_slices(n_slices), **options)
 
 
 def costs_of(graph: ps.TaskGraph, costs: ps.Costs = DERIVED) -> ps.Costs:
@@ -190,6 +191,7 @@ GRAPHS: list[tuple[str, dict[str, Any]]] = [
     ("gpipe", {"n_replicas": 2, "expert_layers": 1}),
     ("zb_h1", {}),
     ("dualpipev", {}),
+    ("seq1f1b", {"forward_only": True}),
 ]
 
 
