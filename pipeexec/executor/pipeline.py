@@ -630,7 +630,7 @@ def _check_timeout(timeout: float | None) -> None:
 
 
 def _check_graph(graph: TaskGraph) -> None:
-    """Raise unless a graph is a valid `TaskGraph` without skips."""
+    """Raise unless a graph is a valid `TaskGraph` of a chain without skips."""
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
@@ -640,6 +640,12 @@ def _check_graph(graph: TaskGraph) -> None:
         raise ArgumentError(
             f"graph {graph.name!r} has decode steps, whose tokens pipeexec does not sample; lower "
             "without prompt_slices"
+        )
+    if graph.edges:
+        raise ArgumentError(
+            f"graph {graph.name!r} has stages with the edges {list(graph.edges)}, which "
+            "pipeexec.Pipeline does not run: it passes each output to the next stage; take a "
+            "placement without edges"
         )
     if graph.skips:
         raise ArgumentError(

@@ -27,7 +27,7 @@ from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.skips import input_bytes
+from pipesim.graph.skips import Skip, SkipBytes, input_bytes
 from pipesim.graph.skips import message_bytes as skip_message_bytes
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import (
@@ -40,6 +40,7 @@ from pipesim.ops import (
     is_expert_exchange,
     part_name,
 )
+from pipesim.scheduling.placement import follows_previous
 
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
@@ -85,7 +86,11 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
     nbytes[messages] = costs.per_stage("output_bytes", n_stages)[stages]
     fixed[messages] = costs.per_stage("output_seconds", n_stages)[stages]
     if graph.skips or costs.skip_bytes is not None:
-        nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
+        nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, skip_sizes(graph, costs))
+    if graph.edges:
+        apart = np.flatnonzero(kinds.peer_stage >= 0)
+        sources = np.minimum(kinds.stage, kinds.peer_stage)[apart]
+        fixed[apart] = costs.per_stage("output_seconds", n_stages)[sources]
     sends, bandwidth = routes.sends
     duration[sends] = fixed[sends] + nbytes[sends] / bandwidth
     price_copies(costs, routes, duration, nbytes)
@@ -141,6 +146,11 @@ def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
     those of its own copies, once a device. A device with all copies has no sum to make.
     """
     graph = routes.graph
+    if graph.edges:
+        raise CostsError(
+            "tied_bytes are of the first and the last stage of a chain, but the stages of the "
+            "graph have edges; lower with tied=, such as [(2, 5)], to name the stages"
+        )
     if isinstance(costs.tied_bytes, tuple):
         raise CostsError(
             f"tied_bytes are of {len(costs.tied_bytes)} groups of tied stages, but the graph has "
@@ -174,12 +184,26 @@ def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
 def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:
     """Return the bytes of each kind of message: a stage's output, or the gradient of its input.
 
-    Messages of skip connections carry neither: they have 0 here.
+    Messages of skip connections carry neither: they have 0 here. `skip_sizes` has theirs.
     """
     nbytes = np.zeros(len(kinds))
     rows, stages = message_rows(kinds)
     nbytes[rows] = output_bytes[stages]
     return nbytes
+
+
+def skip_sizes(graph: TaskGraph, costs: Costs) -> SkipBytes | None:
+    """Return the bytes of all skip connections of a graph, or of each.
+
+    An edge of stages that are no chain has the bytes that the costs give it as a skip, or else the
+    output_bytes of its source.
+    """
+    own = costs.skip_sizes
+    if not graph.edges or not (own is None or isinstance(own, tuple)):
+        return own
+    outputs = costs.per_stage("output_bytes", graph.n_stages)
+    sizes: dict[Skip, Any] = {skip: float(outputs[skip[0]]) for skip in graph.skips}
+    return tuple((sizes | dict(own or ())).items())
 
 
 # Collectives (rule 9)
@@ -459,14 +483,14 @@ def _collective_links(
 def kept_inputs(graph: TaskGraph, costs: Costs) -> Floats:
     """Return the bytes of input that F of each stage keeps for R; shape ``(n_stages,)``.
 
-    That of stage 0 belongs to the caller and counts as 0. Tensors of skip connections are input
-    too.
+    That of a stage without a stage before it belongs to the caller and counts as 0. Tensors of skip
+    connections are input too.
     """
     n_stages = graph.n_stages
-    inputs = np.zeros(n_stages)
-    inputs[1:] = costs.per_stage("output_bytes", n_stages)[:-1]
+    outputs = np.roll(costs.per_stage("output_bytes", n_stages), 1)
+    inputs = np.where(follows_previous(graph.edges, n_stages), outputs, 0.0)
     if graph.skips or costs.skip_bytes is not None:
-        inputs += input_bytes(n_stages, graph.skips, costs.skip_sizes)
+        inputs += input_bytes(n_stages, graph.skips, skip_sizes(graph, costs))
     return np.minimum(inputs, costs.per_stage("activation_bytes", n_stages))
 
 

@@ -63,5 +63,9 @@ def compute_graph(schedule: Schedule) -> TaskGraph:
     return TaskGraph.of_kinds(
         *compute_kinds(schedule),
         schedule.microbatch,
-        options=LoweringOptions(n_batches=schedule.n_batches, n_slices=schedule.n_slices),
+        options=LoweringOptions(
+            n_batches=schedule.n_batches,
+            n_slices=schedule.n_slices,
+            edges=schedule.placement.edges,
+        ),
     )

@@ -16,9 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.graph.options import Prefetch, Tied, prefetch_by_device
-from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via, decode_rule, segment_rules
+from pipesim.graph.rules import (
+    PAIRS,
+    PARTED,
+    RULES,
+    Rule,
+    Via,
+    decode_rule,
+    rule_of_edge,
+    segment_rules,
+)
 from pipesim.graph.tasks import Kinds, ListedTasks
 from pipesim.ops import EXPERT_EXCHANGES, FETCHES, INPUT_GRADS, SEGMENTED, Op, expert_exchange
+from pipesim.scheduling.placement import Edges, follows_previous
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.jit import kernel
 
@@ -68,6 +78,7 @@ def kind_rules(
     tied: Tied = (),
     has_slices: bool = False,
     decodes: bool = False,
+    edges: Edges = (),
 ) -> tuple[KindRules, int]:
     """Return `RULES` as tables of bases for the kinds of a graph, and the number of cells.
 
@@ -83,6 +94,8 @@ def kind_rules(
         Whether micro-batches are slices of sequences. Otherwise the tables have no `Rule.slice`.
     decodes
         Whether later slices are decode steps.
+    edges
+        As `pipesim.Placement.edges`.
 
     Examples
     --------
@@ -114,13 +127,13 @@ def kind_rules(
     shared = None if groups is None else groups.tobytes()
     if tied or (kinds.op == Op.GRAD_NORM).any():
         columns.append(kinds.device)
-    options = (width, batch_size, shared, tied, has_slices, decodes)
+    options = (width, batch_size, shared, tied, has_slices, decodes, edges)
     key = (*options, *(column.tobytes() for column in columns))
     tables = _kept.get(key)
     if tables is None:
         for oldest in list(_kept)[: max(0, len(_kept) - _MOST_KEPT + 1)]:  # threads share them
             _kept.pop(oldest, None)
-        tables = _tables(kinds, width, batch_size, groups, tied, has_slices, decodes)
+        tables = _tables(kinds, width, batch_size, groups, tied, has_slices, decodes, edges)
         _kept[key] = tables
     return tables
 
@@ -133,42 +146,51 @@ def _tables(
     tied: Tied,
     has_slices: bool,
     decodes: bool,
+    edges: Edges,
 ) -> tuple[KindRules, int]:
     """Return `kind_rules`, made anew."""
     part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
-    cells = _cells(kinds, part, width)
+    cells = _cells(kinds, part, width, 1 + max(map(max, edges), default=-1))
     base = cells[kinds.op, kinds.replica, kinds.stage + 1, part]
     own_part = np.where(kinds.is_op(PARTED | SEGMENTED), part, -1)
     last = kinds.is_op(SEGMENTED) & (part >= 0) & kinds.completes
     cells[kinds.op[last], kinds.replica[last], kinds.stage[last] + 1, -1] = base[last]
     sums = kinds.part[kinds.op == Op.REDUCE_TIED]
     tied = tied[: 1 + int(sums.max(initial=-1))]
-    rules = _expanded_rules(kinds, len(tied), has_slices, decodes)
+    rules = _expanded_rules(kinds, len(tied), has_slices, decodes, edges)
     applicable = np.zeros((len(rules), len(Op), cells.shape[-1]), dtype=bool)
-    for k, (rule, _) in enumerate(rules):
+    for k, (rule, *_) in enumerate(rules):
         applicable[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
         if rule.part is None:  # of segments, the first alone
             applicable[k, sorted(SEGMENTED), 1:-1] = False
-    number, kind = np.nonzero(applicable[:, kinds.op, own_part])
-    needs_columns, via_columns = _rule_columns([rule for rule, _ in rules])
+    of_stage = np.array([stage for *_, stage in rules], dtype=np.int64)[:, None]
+    is_stage = (of_stage < 0) | (of_stage == kinds.stage)
+    number, kind = np.nonzero(applicable[:, kinds.op, own_part] & is_stage)
+    needs_columns, via_columns = _rule_columns([rule for rule, *_ in rules])
     number, kind, replica, own_stage = _with_stages(kinds, rules, number, kind, tied)
     first_op, second_op, offset, needs_part = needs_columns[number].T
     stage = own_stage + 1
     via_op, via_offset, via_part = np.moveaxis(via_columns[number], 2, 0)
-    via = cells[via_op, replica[:, None], stage[:, None] + via_offset, via_part]
-    other = np.minimum(stage + offset, cells.shape[2] - 1)  # beyond the last stage is none
-    needs = cells[np.stack([first_op, second_op]), replica, other, needs_part].T
-    skips = np.array([rule.skips and Op.RECV_F in rule.needs for rule, _ in rules])[number]
+    needed = np.minimum(stage + offset, cells.shape[2] - 1)  # beyond the last stage is none
+    via_stage = stage[:, None] + via_offset
+    if edges:  # steps of the chain that are no edges; no kind has stage -1
+        follows = np.pad(follows_previous(edges, int(kinds.stage.max()) + 1), (1, 1))
+        needed[~follows[np.maximum(stage, needed)] & (abs(offset) == 1)] = 0
+        other = np.maximum(stage[:, None], via_stage)
+        via_stage[~follows[other] & (abs(via_offset) == 1)] = 0
+    via = cells[via_op, replica[:, None], via_stage, via_part]
+    needs = cells[np.stack([first_op, second_op]), replica, needed, needs_part].T
+    skips = np.array([rule.skips and Op.RECV_F in rule.needs for rule, *_ in rules])[number]
     needs[skips & (needs_part >= own_stage)] = -1  # the token of a decode step is no skip
-    every = np.array([rule.every for rule, _ in rules], dtype=np.int64)[number]
-    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule, _ in rules], dtype=bool)[number]
+    every = np.array([rule.every for rule, *_ in rules], dtype=np.int64)[number]
+    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule, *_ in rules], dtype=bool)[number]
     group = np.zeros_like(kind) if groups is None else groups[own_stage]
     # 2: the task of via is of each group of micro-batches too.
     every[(every > 0) & ~reduces & (group > 0)] = 2
     span = np.where(reduces & (group > 0), group, batch_size)
-    to_slice = np.array([rule.slice for rule, _ in rules], dtype=np.int64)[number]
+    to_slice = np.array([rule.slice for rule, *_ in rules], dtype=np.int64)[number]
     every[to_slice < 0], every[to_slice > 0] = 3, 4
-    every[np.array([rule.decode for rule, _ in rules], dtype=bool)[number]] = 5
+    every[np.array([rule.decode for rule, *_ in rules], dtype=bool)[number]] = 5
     applies = np.flatnonzero((needs.max(axis=1) >= 0) | (via.max(axis=1) >= 0))
     by_kind = CSR.group(kind[applies], len(kinds))
     order = applies[by_kind.values]
@@ -197,30 +219,30 @@ def peer_kinds(kinds: Kinds) -> Ints:
     return kind[_pairs(kinds, cells)]
 
 
-def _cells(kinds: Kinds, part: Ints, width: int) -> NDArray[np.int64]:
+def _cells(kinds: Kinds, part: Ints, width: int, n_peers: int = 0) -> NDArray[np.int64]:
     """Return the base of each operation, replica, stage + 1, and peer or part; -1 for no kind.
 
     Kinds that differ in device or stream share theirs. The last operation and the last part, -1,
-    have no kind.
+    have no kind. Peers may be any of ``n_peers`` stages.
     """
     n_stages, n_replicas = (int(x.max(initial=0)) + 1 for x in (kinds.stage, kinds.replica))
     last = int(kinds.part[kinds.is_op(SEGMENTED)].max(initial=-1))
     of_experts = expert_exchange(EXPERT_EXCHANGES[0], last // 2 + 1)
-    n_parts = max(int(part.max(initial=-1)) + 1, of_experts)
+    n_parts = max(int(part.max(initial=-1)) + 1, of_experts, n_peers)
     cells = np.zeros((len(Op) + 1, n_replicas, n_stages + 2, n_parts + 1), np.int64)
     cells[kinds.op, kinds.replica, kinds.stage + 1, part] = 1
     return np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
 
 
 def _with_stages(
-    kinds: Kinds, rules: Sequence[tuple[Rule, int]], number: Ints, kind: Ints, tied: Tied
+    kinds: Kinds, rules: Sequence[tuple[Rule, int, int]], number: Ints, kind: Ints, tied: Tied
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Return one row for each stage whose tasks a kind may need by a rule (`Rule.over`).
 
     ``number`` and ``kind`` are pairs of rule and kind. The result has the columns number, kind, and
     replica and stage of the needed tasks; to the stage, the offset of the rule is yet to be added.
     """
-    over = np.array([rule.over != "stage" for rule, _ in rules], dtype=bool)[number]
+    over = np.array([rule.over != "stage" for rule, *_ in rules], dtype=bool)[number]
     replica, stage = kinds.replica[kind], kinds.stage[kind]
     if not over.any():
         return number, kind, replica, stage
@@ -234,7 +256,7 @@ def _with_stages(
     member = np.zeros((len(tied) + 1, homes.shape[1]), dtype=bool)  # of groups; none in the last
     for group, of_group in enumerate(tied):
         member[group, list(of_group)] = True
-    numbers = np.array([group if rule.over == "group" else -1 for rule, group in rules])
+    numbers = np.array([group if rule.over == "group" else -1 for rule, group, _ in rules])
     own = numbers[number[row]]
     in_group = member[own, stages] & member[own, stage[row]] & (replicas == replica[row])
     kept = (own < 0) | in_group
@@ -242,15 +264,16 @@ def _with_stages(
 
 
 def _expanded_rules(
-    kinds: Kinds, n_tied: int, has_slices: bool, decodes: bool
-) -> list[tuple[Rule, int]]:
-    """Return `RULES` and the group of tied stages of each, -1 for none.
+    kinds: Kinds, n_tied: int, has_slices: bool, decodes: bool, edges: Edges
+) -> list[tuple[Rule, int, int]]:
+    """Return `RULES`, the group of tied stages of each, and its only stage; -1 for none.
 
     Rules between slices are left out unless ``has_slices``, that of decode steps unless
     ``decodes``.
 
     One rule for each skip, each bucket and each group stands in place of one for all. A rule for a
-    skip or a bucket has its number as ``needs_part`` and as the part of its ``via``.
+    skip or a bucket has its number as ``needs_part`` and as the part of its ``via``. With ``edges``
+    there are none for skips, but one for each edge that is no step of the chain.
     """
     peers, buckets = (
         np.unique(column[(column >= 0) & kinds.is_op(ops)]).tolist()
@@ -260,7 +283,7 @@ def _expanded_rules(
         )
     )
     in_graph = set(kinds.op.tolist())
-    rules: list[tuple[Rule, int]] = []
+    rules: list[tuple[Rule, int, int]] = []
     segments = kinds.is_op(SEGMENTED) & (kinds.part >= 0)
     all_rules = RULES + segment_rules(1 + int(kinds.part[segments].max(initial=0)))
     n_stages = 1 + int(kinds.stage.max(initial=0))
@@ -271,10 +294,15 @@ def _expanded_rules(
         if is_absent or (rule.slice and not has_slices):
             continue
         if not (rule.skips or rule.buckets):
-            rules.append((rule, group))
-        for number in [*(peers if rule.skips else ()), *(buckets if rule.buckets else ())]:
+            rules.append((rule, group, -1))
+        if rule.stage and edges:
+            apart = [edge for edge in edges if edge[1] > edge[0] + 1]
+            of_edges = (rule_of_edge(rule, *edge) for edge in apart)
+            rules.extend((own, group, stage) for own, stage in of_edges)
+        skips = peers if rule.skips and not edges else ()
+        for number in [*skips, *(buckets if rule.buckets else ())]:
             via = tuple(x._replace(part=number) for x in rule.via)
-            rules.append((rule._replace(needs_part=number, via=via), group))
+            rules.append((rule._replace(needs_part=number, via=via), group, -1))
     return rules
 
 
@@ -326,19 +354,20 @@ def apply_rules(
     tied: Tied = (),
     n_slices: int = 1,
     prompt_slices: int = 0,
+    edges: Edges = (),
 ) -> tuple[CSR, Ints]:
     """Apply `RULES`; return the tasks that each task needs before it can start, and pairs.
 
     An overlapped F needs the dependencies of its B too. ``groups`` are as
-    `TaskGraph.reduction_groups`; ``tied``, ``n_slices`` and ``prompt_slices`` as attributes of
-    `TaskGraph`.
+    `TaskGraph.reduction_groups`; ``tied``, ``n_slices``, ``prompt_slices`` and ``edges`` as
+    attributes of `TaskGraph`.
     """
     if not len(kind):
         return CSR(np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)), np.empty(0, np.int64)
     n_microbatches = int(microbatch.max(initial=-1)) + 1
     rules, index, counts, _ = _indexed(
         kinds, kind, microbatch, n_microbatches, batch_size, groups, tied, n_slices > 1,
-        prompt_slices > 0,
+        prompt_slices > 0, edges,
     )  # fmt: skip
     most = int(counts @ rules.most)
     dtype = ids_dtype(max(len(kind), most))
@@ -367,10 +396,11 @@ def _indexed(
     tied: Tied = (),
     has_slices: bool = False,
     decodes: bool = False,
+    edges: Edges = (),
 ) -> tuple[KindRules, Ints, Ints, int]:
     """Return the rules of kinds, each cell's task, tasks of each kind, and a duplicate or -1."""
     rules, n_cells = kind_rules(
-        kinds, n_microbatches + 1, batch_size, groups, tied, has_slices, decodes
+        kinds, n_microbatches + 1, batch_size, groups, tied, has_slices, decodes, edges
     )
     index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
     counts = np.zeros(len(kinds), dtype=np.int64)

@@ -115,6 +115,11 @@ def _check(graph: TaskGraph) -> None:
             "keeps no keys and values from one micro-batch for the next: lower a schedule without "
             "slices"
         )
+    if graph.edges:
+        raise ArgumentError(
+            f"graph {graph.name!r} has stages with the edges {list(graph.edges)}, but torch's "
+            "runtime sends a stage's output to the next stage alone; lower a schedule of a chain"
+        )
     if graph.skips:
         raise ArgumentError(
             f"graph {graph.name!r} has skip connections, but torch's runtime sends a stage's "

@@ -43,6 +43,7 @@ from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks, checked_tasks
 from pipesim.ops import Op, is_expert_exchange
 from pipesim.scheduling.memory_checks import BYTES_PER_TASK, FEWER_TASKS
+from pipesim.scheduling.placement import Edges
 from pipesim.scheduling.schedule import Versions
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.host_memory import check_memory
@@ -110,7 +111,8 @@ class TaskGraph:
     host
         Number of the host that issues a device's tasks; shape ``(n_devices,)`` (rule 7).
     options
-        Options of the lowering. The graph has them as attributes too: `recompute`, `overlap`,
+        Options of the lowering. The graph has them as attributes too: `edges`, `recompute`,
+        `overlap`,
         `rendezvous`, `host_threads`, `n_batches`, `n_slices`, `grad_sync`, `weight_versions`,
         `skips`, `portals`, `forward_only`, `tied`, `prefetch`, `expert_replicas`,
         `offload_shares` and `offload_to`.
@@ -293,6 +295,7 @@ class TaskGraph:
             options.tied,
             options.n_slices,
             options.prompt_slices,
+            options.edges,
         )
         needs = with_fetches(needs, kinds, kind, options.prefetch)
         dependencies = with_ends(needs, kinds, kind, stream_of_kind)
@@ -350,6 +353,7 @@ class TaskGraph:
     grad_sync = _Option[GradSyncs]("grad_sync", "Times of gradient reductions.")
     weight_versions = _Option[Versions]("weight_versions", "Versions of the weights that F uses.")
     skips = _Option[tuple[Skip, ...]]("skips", "Stages ``(source, target)`` of each skip.")
+    edges = _Option[Edges]("edges", "Stages ``(source, target)`` of each edge; empty for a chain.")
     portals = _Option[bool]("portals", "Whether each skip has its own message.")
     forward_only = _Option[bool]("forward_only", "Whether this is an evaluation.")
     prompt_slices = _Option[int]("prompt_slices", "Slices of a prompt; 0 without decode steps.")

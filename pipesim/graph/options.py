@@ -22,9 +22,10 @@ from pipesim.errors import (
     check_name,
     number,
 )
-from pipesim.graph.skips import Skip, skip_from_text, skip_text, skips_of
+from pipesim.graph.skips import Skip, checked_skips, skip_from_text, skip_text, skips_of
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import Op
+from pipesim.scheduling.placement import Edges, checked_edges
 from pipesim.scheduling.schedule import Schedule, Versions
 from pipesim.utils.checks import Count, Whole, checked
 from pipesim.utils.csr import Ints
@@ -458,6 +459,9 @@ class LoweringOptions:
     grad_sync: GradSyncs = "last"
     #: Versions of the weights that F uses, as `pipesim.Schedule` describes.
     weight_versions: Versions = "one"
+    #: Edges of stages that are no chain, as `pipesim.Placement.edges`. Those to a stage that is not
+    #: the next one are the graph's skips: their messages have the form of a skip's.
+    edges: Edges = ()
     #: Source and target stage of each skip connection, sorted.
     skips: tuple[Skip, ...] = ()
     #: Whether each skip has its own message. Otherwise one message carries all skips that cross the
@@ -485,9 +489,24 @@ class LoweringOptions:
     #: `pipesim.simulation.equal_replicas`.
     n_equal: Count = 1
 
+    def __post_init__(self) -> None:
+        if not self.edges:
+            return
+        skips = tuple(edge for edge in self.edges if edge[1] > edge[0] + 1)
+        if not self.portals or self.skips not in ((), skips):
+            raise ArgumentError(
+                f"stages have the edges {list(self.edges)}, so that their skips are "
+                f"{list(skips)}, with portals=True; got skips={list(self.skips)} and portals="
+                f"{self.portals}: leave both out"
+            )
+        object.__setattr__(self, "skips", skips)
+
     @classmethod
     def checked(cls, kinds: Kinds, n_microbatches: int, **options: Any) -> LoweringOptions:
         """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`."""
+        n_stages = int(kinds.stage.max(initial=0)) + 1
+        options["edges"] = checked_edges(options.get("edges") or None, n_stages)
+        options["skips"] = checked_skips(options.get("skips", ()), n_stages)
         record = cls(**options)
         if record.forward_only and kinds.is_op(frozenset({Op.B, Op.I, Op.W, Op.R})).any():
             raise GraphError(
@@ -510,7 +529,6 @@ class LoweringOptions:
                 f"prompt_slices={record.prompt_slices} are those of sequences in several slices of "
                 "a forward-only graph; give n_slices and forward_only=True, or leave it out"
             )
-        n_stages = int(kinds.stage.max(initial=0)) + 1
         groups = checked_tied(record.tied, n_stages)
         check_tied_kinds(kinds, groups)
         alone = np.flatnonzero(paired_devices(kinds.homes) == np.arange(kinds.homes.max() + 1))
@@ -552,6 +570,10 @@ _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     "skips": (
         lambda skips: " ".join(map(skip_text, skips)),
         lambda text: [skip_from_text(skip) for skip in text.split()],
+    ),
+    "edges": (
+        lambda edges: " ".join(map(skip_text, edges)),
+        lambda text: [skip_from_text(edge) for edge in text.split()],
     ),
     "tied": (lambda tied: tied_text(tied).replace(",", " "), str.split),
     "prefetch": (lambda x: _BETWEEN.join(map(str, x if isinstance(x, tuple) else (x,))), str),

@@ -27,8 +27,8 @@ Over = Literal["stage", "group", "device"]
 class Via(NamedTuple):
     """A task that delivers the result of another: a message, a reduction, an exchange.
 
-    ``stage`` is an offset from the stage of the task that needs the result. ``part`` is that of the
-    delivering task, -1 if it has none.
+    ``stage`` is an offset from the stage of the task that needs the result, as that of `Rule`.
+    ``part`` is that of the delivering task, -1 if it has none.
     """
 
     op: Op
@@ -42,7 +42,9 @@ class Rule(NamedTuple):
     ops: tuple[Op, ...]
     #: Alternatives, of which those in the graph apply.
     needs: tuple[Op, ...]
-    #: Offset of the needed task's stage from that of the task.
+    #: Offset of the needed task's stage from that of the task: 0, -1 for the stage before, +1 for
+    #: the stage after. Stages that are a graph may have several before and after, or none: the rule
+    #: then stands for one rule an edge (`rule_of_edge`).
     stage: int = 0
     #: If one of these tasks is in the graph, the task needs it instead of ``needs``: the first in
     #: the graph counts. Other rules have the needs of the task of ``via``.
@@ -51,7 +53,7 @@ class Rule(NamedTuple):
     #: the stage reduces its gradients after every k micro-batches.
     every: bool = False
     #: Whether the rule stands for one rule a skip connection: the messages of all skips that reach
-    #: the stage are needed.
+    #: the stage are needed. Stages that are a graph have no skips beside their edges.
     skips: bool = False
     #: Whether the rule stands for one a bucket of gradients: all buckets of ``via`` are needed.
     buckets: bool = False
@@ -205,6 +207,26 @@ def decode_rule(n_stages: int) -> Rule:
     last = n_stages - 1
     via = (Via(Op.RECV_F, 0, last),)
     return Rule((Op.F,), (Op.F,), last, via, slice=-1, decode=True)
+
+
+def rule_of_edge(rule: Rule, source: int, target: int) -> tuple[Rule, int]:
+    """Return a rule with a stage offset for an edge that is no step of a chain, and its stage.
+
+    The stage is the target if the rule needs a stage before, the source if it needs one after. Such
+    an edge has messages of its own, as a skip connection: their part is the stage at the other end.
+
+    >>> rule, stage = rule_of_edge(RULES[0], 0, 2)  # F needs F
+    >>> stage, rule.stage, rule.via[0]
+    (2, -2, Via(op=<Op.RECV_F: 6>, stage=0, part=0))
+    """
+    stage, other = (target, source) if rule.stage < 0 else (source, target)
+    via = tuple(
+        x._replace(part=other)
+        if x.op in PAIRS
+        else x._replace(stage=other - stage if x.stage else 0)
+        for x in rule.via
+    )
+    return rule._replace(stage=other - stage, via=via), stage
 
 
 #: Operations whose parts have rules of their own.

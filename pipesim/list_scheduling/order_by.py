@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -253,18 +254,16 @@ _BY_LENGTH = {"longest_first": -1.0, "critical_path": -1.0, "shortest_first": 1.
 
 def _critical_path(problem: Problem) -> Ranks:
     """Rank by the seconds of the longest chain of actions that begins with this one."""
-    phase, stage, microbatch = action_columns(problem)
-    shape = problem.n_phases, problem.n_stages, problem.n_microbatches
-    seconds = np.empty(shape)
-    seconds[phase, stage, microbatch] = problem.seconds
-    weight = seconds[WEIGHT] if problem.n_phases > WEIGHT else np.zeros(shape[1:])
-    # A backward is followed by those of all earlier stages, and a W may follow any of them.
-    backward = weight + seconds[BACKWARD]
-    for s in range(1, problem.n_stages):
-        backward[s] = seconds[BACKWARD][s] + np.maximum(weight[s], backward[s - 1])
-    down = np.cumsum(seconds[FORWARD][::-1], axis=0)[::-1]
-    chain = np.stack([down + backward[-1], backward, weight])
-    return Ranks(-chain[phase, stage, microbatch], microbatch * 3 + phase, by_arrival=False)
+    phase, _, microbatch = action_columns(problem)
+    chain, ptr, n_copies = problem.seconds.copy(), problem.lane_ptr, len(problem.home)
+    forward, *others = np.split(np.arange(len(ptr) - 1), np.arange(1, problem.n_phases) * n_copies)
+    # Each lane after those that its arcs lead to.
+    for lane in [*itertools.chain.from_iterable(reversed(others)), *forward[::-1]]:
+        targets = problem.arc_to[problem.arc_ptr[lane] : problem.arc_ptr[lane + 1]]
+        if len(targets):
+            after = [chain[ptr[target] : ptr[target + 1]] for target in targets]
+            chain[ptr[lane] : ptr[lane + 1]] += np.max(after, axis=0)
+    return Ranks(-chain, microbatch * 3 + phase, by_arrival=False)
 
 
 def microbatch_order(priority: object, problem: Problem) -> Ints | None:

@@ -10,11 +10,17 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import distinct_costs
+from pipesim.costs.pricing import skip_sizes
 from pipesim.errors import CostsError
-from pipesim.list_scheduling.limits import checked_in_flight, checked_limits
+from pipesim.graph.skips import border_bytes
+from pipesim.list_scheduling.limits import (
+    checked_in_flight,
+    checked_limits,
+    one_microbatch_graph,
+)
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import FEWER_TASKS
-from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.placement import Placement, stage_pairs
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
@@ -31,6 +37,8 @@ class Problem(NamedTuple):
     - A *copy* is a stage on one path: number ``stage * n_paths + path``.
     - A *lane* is one phase of a copy: number ``phase * n_copies + copy``. It has an action for each
       micro-batch of its path. On a lane, micro-batches are numbered from 0.
+    - An *arc* leads from a lane to another, whose actions need those of the first with the same
+      number.
     """
 
     n_stages: int
@@ -46,7 +54,11 @@ class Problem(NamedTuple):
     lane_ptr: Ints  # actions ``lane_ptr[lane]`` to ``lane_ptr[lane + 1]`` are those of a lane
     lane: Ints  # of each action
     seconds: Floats  # of each action
-    delay: Floats  # from its end until its message is at the next stage (F) or the previous (B, I)
+    arc_ptr: Ints  # CSR: arcs from each lane
+    arc_to: Ints  # lane of each
+    n_needed: Ints  # arcs that lead to each lane
+    delay_ptr: Ints  # CSR: delays of each arc, one a micro-batch of its path
+    delay: Floats  # from the end of an action until its message has reached another
     f_bytes: Floats  # that each F takes; actions of F come first, so that they are numbered alike
     w_bytes: Floats  # the part of these that is held from I to W
     has_equal_bytes: bool  # whether all F of a stage take as many
@@ -78,12 +90,15 @@ def make_problem(
     first = np.cumsum(count) - count
     seconds, delay, f_bytes, w_bytes = map(np.array, zip(*values, strict=True))
     classes = np.split(number, first[1:])  # of the micro-batches of each path
+    source, target, _ = lane_arcs(placement, len(phases))
 
-    def of_actions(rows: Floats) -> Floats:
+    def of_actions(rows: Floats, of_path: Ints | None = None) -> Floats:
         """Return the values of lanes, given for each class, as one an action."""
+        of_path = np.arange(rows.shape[1]) % n_paths if of_path is None else of_path
         if len(rows) == 1:
-            return np.repeat(rows[0], count[np.arange(rows.shape[1]) % n_paths])
-        return np.concatenate([row[classes[k % n_paths]] for k, row in enumerate(rows.T)])
+            return np.repeat(rows[0], count[of_path])
+        own = zip(rows.T, of_path.tolist(), strict=True)
+        return np.concatenate([row[classes[path]] for row, path in own])
 
     return Problem(
         n_stages=n_stages,
@@ -99,7 +114,11 @@ def make_problem(
         lane_ptr=lane_ptr,
         lane=lane,
         seconds=of_actions(seconds),
-        delay=of_actions(delay),
+        arc_ptr=np.append(0, np.cumsum(np.bincount(source, minlength=len(lane_ptr) - 1))),
+        arc_to=target,
+        n_needed=np.bincount(target, minlength=len(lane_ptr) - 1),
+        delay_ptr=np.append(0, np.cumsum(count[source % n_paths])),
+        delay=of_actions(delay, source % n_paths),
         f_bytes=of_actions(np.repeat(f_bytes, n_paths, axis=1)),
         w_bytes=of_actions(np.repeat(w_bytes, n_paths, axis=1)),
         has_equal_bytes=bool((f_bytes == f_bytes[0]).all()),
@@ -111,7 +130,7 @@ def make_problem(
 
 
 class _LaneValues(NamedTuple):
-    """Seconds and delays of each lane, and bytes of each stage, for equal micro-batches."""
+    """Seconds of each lane, delays of each arc, bytes of each stage, for equal micro-batches."""
 
     seconds: Floats
     delay: Floats
@@ -132,10 +151,9 @@ def _lane_values(placement: Placement, costs: Costs, phases: tuple[str, ...]) ->
         else (f_bytes, np.zeros(n_stages))
     )
     seconds = [costs.per_stage(name, n_stages) for name in phases]
-    no_delays = np.zeros(n_stages * n_paths * (len(phases) - 2))
     return _LaneValues(
         seconds=np.concatenate([np.repeat(row, n_paths) for row in seconds]),
-        delay=np.concatenate([*_delays(placement, costs), no_delays]),
+        delay=_delays(placement, costs, len(phases)),
         f_bytes=f_bytes,
         w_bytes=w_bytes,
     )
@@ -176,19 +194,49 @@ def _check_sums(values: list[_LaneValues], n_microbatches: int, n_paths: int) ->
             )
 
 
-def _delays(placement: Placement, costs: Costs) -> tuple[Floats, Floats]:
-    """Return the seconds of messages from each copy to the next stage, and to the previous one."""
-    device = np.array(placement.paths)
+def lane_arcs(placement: Placement, n_phases: int) -> tuple[Ints, Ints, Ints]:
+    """Return the arcs of a `Problem`: the lanes that each leads from and to, and its message.
+
+    F needs the F of stages before, B or I those of stages after or, without one, its own F, and W
+    needs I. The number of a message is ``2 * edge``, or ``2 * edge + 1`` for the gradient; -1 for
+    none. Arcs are in the order of the lanes that they lead from.
+    """
+    n_stages, n_paths = placement.n_stages, placement.n_paths
+    n_copies, path = n_stages * n_paths, np.arange(n_paths)
+    pairs = stage_pairs(placement.edges, n_stages)
+    before, after = (
+        (stage[:, None] * n_paths + path).ravel() for stage in (pairs[:, 0], pairs[:, 1])
+    )
+    last = np.setdiff1d(np.arange(n_copies), before)
+    edge = 2 * np.repeat(np.arange(len(pairs)), n_paths)
+    backward = np.arange(n_copies, 2 * n_copies if n_phases > WEIGHT else n_copies)
+    source = np.concatenate([before, n_copies + after, last, backward])
+    target = np.concatenate([after, n_copies + before, last + n_copies, backward + n_copies])
+    message = np.concatenate([edge, edge + 1, np.full(len(last) + len(backward), -1)])
+    order = np.argsort(source, kind="stable")
+    return source[order], target[order], message[order]
+
+
+def _delays(placement: Placement, costs: Costs, n_phases: int) -> Floats:
+    """Return the seconds of the message of each arc; 0 for an arc without one."""
+    pairs = stage_pairs(placement.edges, placement.n_stages)
+    source, target, message = lane_arcs(placement, n_phases)
+    sent = np.flatnonzero(message >= 0)
+    stages = pairs[message[sent] // 2]
     nbytes, fixed = (
-        costs.per_stage(name, placement.n_stages)[:-1]
+        costs.per_stage(name, placement.n_stages)[stages[:, 0]]
         for name in ("output_bytes", "output_seconds")
     )
-    forward, backward = np.zeros(device.shape), np.zeros(device.shape)
-    for path in range(placement.n_paths):
-        down, up = device[path, :-1], device[path, 1:]
-        forward[path, :-1] = _message_seconds(costs, down, up, nbytes, fixed, placement.n_devices)
-        backward[path, 1:] = _message_seconds(costs, up, down, nbytes, fixed, placement.n_devices)
-    return forward.T.ravel(), backward.T.ravel()
+    if placement.edges and costs.skip_bytes is not None:
+        graph = one_microbatch_graph(placement, (Op.F, Op.B))
+        sizes = dict(border_bytes(graph.skips, True, skip_sizes(graph, costs)))
+        own = [sizes.get((a, b), -1.0) for a, b in stages.tolist()]
+        nbytes = np.where(np.array(own) < 0, nbytes, own)
+    home = np.array(placement.paths).T.ravel()
+    down, up = home[source[sent] % len(home)], home[target[sent] % len(home)]
+    delays = np.zeros(len(source))
+    delays[sent] = _message_seconds(costs, down, up, nbytes, fixed, placement.n_devices)
+    return delays
 
 
 def _message_seconds(
@@ -238,6 +286,7 @@ def with_microbatches(problem: Problem, n_microbatches: int) -> Problem:
     n_lanes, n_copies = len(problem.lane_ptr) - 1, len(problem.home)
     count, lane_ptr, lane = lane_actions(n_microbatches, problem.n_paths, n_lanes)
     copy = lane[: lane_ptr[n_copies]]
+    arc_count = count[problem.arc_to % problem.n_paths]
     return problem._replace(
         n_microbatches=n_microbatches,
         first=np.cumsum(count) - count,
@@ -245,10 +294,19 @@ def with_microbatches(problem: Problem, n_microbatches: int) -> Problem:
         lane_ptr=lane_ptr,
         lane=lane,
         seconds=first_values(problem, problem.seconds)[lane],
-        delay=first_values(problem, problem.delay)[lane],
+        delay_ptr=np.append(0, np.cumsum(arc_count)),
+        delay=np.repeat(problem.delay[problem.delay_ptr[:-1]], arc_count),
         f_bytes=first_values(problem, problem.f_bytes)[copy],
         w_bytes=first_values(problem, problem.w_bytes)[copy],
     )
+
+
+def _places_of_arcs(problem: Problem, action: Ints) -> Ints:
+    """Return the delay of each arc and micro-batch after `in_order`, as an index."""
+    first = problem.lane_ptr[problem.arc_to]
+    arc = np.repeat(np.arange(len(first)), np.diff(problem.delay_ptr))
+    number = np.arange(len(problem.delay)) - problem.delay_ptr[arc]
+    return problem.delay_ptr[arc] + action[first[arc] + number] - first[arc]
 
 
 def in_order(problem: Problem, order: Ints) -> Problem:
@@ -259,7 +317,7 @@ def in_order(problem: Problem, order: Ints) -> Problem:
     forward = action[: len(problem.f_bytes)]
     return problem._replace(
         seconds=problem.seconds[action],
-        delay=problem.delay[action],
+        delay=problem.delay[_places_of_arcs(problem, action)],
         f_bytes=problem.f_bytes[forward],
         w_bytes=problem.w_bytes[forward],
     )

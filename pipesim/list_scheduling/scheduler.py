@@ -78,7 +78,7 @@ def goes_before(ranks: Ranks, action: int, other: int) -> bool:
 
 
 def add(queues: Queues, ranks: Ranks, lane: int, action: int, time: float) -> None:
-    """Add an action that is ready at ``time`` (s), no earlier than those added before."""
+    """Add an action that is ready at ``time`` (s)."""
     queues.arrival[action] = time
     if ranks.by_arrival:
         ranks.score[action] = time
@@ -86,7 +86,9 @@ def add(queues: Queues, ranks: Ranks, lane: int, action: int, time: float) -> No
     queues.unknown[lane] = position + 1
     while position > queues.future[lane]:
         other = queues.action[position - 1]
-        if queues.arrival[other] < time or goes_before(ranks, other, action):
+        if queues.arrival[other] < time or (
+            queues.arrival[other] == time and goes_before(ranks, other, action)
+        ):
             break
         queues.action[position] = other
         position -= 1
@@ -262,6 +264,8 @@ class Progress(NamedTuple):
     n_in_flight: Ints  # micro-batches between F and their backward, of each copy
     started: NDArray[np.bool_]  # whether each F has
     next_in_order: Ints  # first micro-batch of each copy whose F has not started
+    n_needed: Ints  # actions that each action waits for
+    arrival: Floats  # time at which the messages of those that have started arrive (s)
     end: Ints  # of the filled part of each device's order, in ``order``
     order: Ints  # actions, those of device 0 first
 
@@ -444,6 +448,8 @@ def list_orders(problem: Problem, ranks: Ranks, patience: float = 0.0) -> tuple[
         n_in_flight=np.zeros(n_copies, int),
         started=np.zeros(problem.lane_ptr[n_copies], bool),
         next_in_order=np.zeros(n_copies, int),
+        n_needed=problem.n_needed[problem.lane],
+        arrival=np.zeros(n_actions),
         end=ptr[:-1].copy(),
         order=np.zeros(n_actions, int),
     )
@@ -487,8 +493,13 @@ def _arrive(
     problem: Problem, ranks: Ranks, progress: Progress, queues: Queues, lane: int, number: int,
     time: float,
 ) -> None:  # fmt: skip
-    """Add the action of a lane's micro-batch, which will be ready at ``time`` (s)."""
-    add(queues, ranks, lane, problem.lane_ptr[lane] + number, time)
+    """Count data for the action of a lane's micro-batch, there at ``time`` (s); add it if last."""
+    action = problem.lane_ptr[lane] + number
+    progress.n_needed[action] -= 1
+    time = progress.arrival[action] = max(progress.arrival[action], time)
+    if progress.n_needed[action] > 0:
+        return
+    add(queues, ranks, lane, action, time)
     device = problem.home[lane % len(problem.home)]
     progress.wake[device] = min(progress.wake[device], max(time, progress.free[device]))
 
@@ -516,28 +527,22 @@ def _start(
     """Run an action, and add the actions that it makes ready."""
     lane, n_copies, n_paths = problem.lane[action], len(problem.home), problem.n_paths
     copy, number = lane % n_copies, action - problem.lane_ptr[lane]
-    device, stage = problem.home[copy], copy // n_paths
+    device = problem.home[copy]
     start_ready(queues, lane, action)
     progress.order[progress.end[device]] = action
     progress.end[device] += 1
     free = now + problem.seconds[action]
     progress.free[device] = progress.wake[device] = free
-    message = free + problem.delay[action]
+    for arc in range(problem.arc_ptr[lane], problem.arc_ptr[lane + 1]):
+        time = free + problem.delay[problem.delay_ptr[arc] + number]
+        _arrive(problem, ranks, progress, queues, problem.arc_to[arc], number, time)
     if lane < n_copies:
         _start_forward(problem, progress, memory, copy, number)
-        if stage + 1 < problem.n_stages:
-            _arrive(problem, ranks, progress, queues, lane + n_paths, number, message)
-        else:
-            _arrive(problem, ranks, progress, queues, lane + n_copies, number, free)
     elif lane < WEIGHT * n_copies:
         forward = problem.lane_ptr[copy] + number
         f_bytes, w_bytes = problem.f_bytes[forward], problem.w_bytes[forward]
         count_backward(problem, memory, device, copy % n_paths, number, f_bytes, w_bytes)
         progress.n_in_flight[copy] -= 1
-        if problem.n_phases > WEIGHT:
-            _arrive(problem, ranks, progress, queues, lane + n_copies, number, free)
-        if stage > 0:
-            _arrive(problem, ranks, progress, queues, lane - n_paths, number, message)
     else:
         memory.held_for_w[device] -= problem.w_bytes[problem.lane_ptr[copy] + number]
 
@@ -557,9 +562,10 @@ def _run(
     """Fill the order: at the time of each event, its device looks for an action."""
     n_copies, wake = len(problem.home), progress.wake
     future, unknown = queues.future, queues.unknown
-    for path in range(problem.n_paths):
-        for number in range(problem.n_of_path[path]):
-            _arrive(problem, ranks, progress, queues, path, number, 0.0)
+    for lane in range(n_copies):
+        if problem.n_needed[lane] == 0:
+            for number in range(problem.n_of_path[lane % problem.n_paths]):
+                _arrive(problem, ranks, progress, queues, lane, number, 0.0)
     while True:
         device = 0
         for other in range(1, problem.n_devices):

@@ -19,6 +19,7 @@ from pipesim.lowering.expert_segments import expert_exchange_kinds
 from pipesim.lowering.issue_order import Partners
 from pipesim.ops import RECVS, TRANSFERS, WEIGHT_GRADS, Op
 from pipesim.scheduling.memory_checks import FEWER_TASKS
+from pipesim.scheduling.placement import Edges, follows_previous
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.host_memory import check_memory
 
@@ -61,14 +62,15 @@ def add_partners(
     streams: str,
     collectives: Collectives,
     borders: tuple[Skip, ...],
+    edges: Edges = (),
 ) -> tuple[Kinds, Partners]:
     """Add the kinds of collectives, and those of messages between stages on different devices.
 
     Messages with ``sends_beside``, and collectives with ``overlap``, run beside compute.
     The kinds of ``compute`` come first. ``borders`` are the pairs of stages between which skips
-    have messages.
+    have messages, ``edges`` those of `pipesim.Placement`.
     """
-    kinds, messages = _add_messages(compute, sends_beside, streams, borders)
+    kinds, messages = _add_messages(compute, sends_beside, streams, borders, edges)
     stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
     kinds, adds_to, reduce = _add_reductions(compute, kinds, stream, collectives)
     before, after, kinds = exchange_kinds(compute, kinds, stream, collectives.exchanges, borders)
@@ -77,7 +79,7 @@ def add_partners(
 
 
 def _add_messages(
-    compute: Kinds, overlap: bool, streams: str, borders: Sequence[Skip]
+    compute: Kinds, overlap: bool, streams: str, borders: Sequence[Skip], edges: Edges
 ) -> tuple[Kinds, tuple[Ints, Ints, Ints, CSR, CSR]]:
     """Add the kinds of messages; return also the first five columns of `Partners`."""
     kinds, homes, n_kinds = compute, compute.homes, len(compute)
@@ -87,7 +89,7 @@ def _add_messages(
     n, tables = 0, list[Kinds]()
     for recv, (send, offset) in PAIRS.items():
         producers = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
-        messages = _messages(compute, producers, -offset, borders)
+        messages = _messages(compute, producers, -offset, borders, edges)
         replica, stage, to = messages.replica, messages.stage, messages.to
         source, target = homes[replica, stage], homes[replica, to]
         if not overlap:
@@ -120,7 +122,7 @@ def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:
 
 
 def _messages(
-    kinds: Kinds, producers: frozenset[Op], step: int, borders: Sequence[Skip]
+    kinds: Kinds, producers: frozenset[Op], step: int, borders: Sequence[Skip], edges: Edges
 ) -> _Messages:
     """Return messages of the ``producers`` to the stage at offset ``step``, and those of skips."""
     homes, n_stages = kinds.homes, kinds.homes.shape[1]
@@ -129,8 +131,10 @@ def _messages(
     pairs = np.array(borders, dtype=np.int64).reshape(-1, 2).T[::step]
     which, border = np.nonzero(kinds.stage[own][:, None] == pairs[0])
     producer = np.concatenate([own, own[which]])
-    # At either end of the pipeline, the target is the stage itself, which needs no message.
-    to = np.concatenate([(kinds.stage[own] + step).clip(0, n_stages - 1), pairs[1][border]])
+    follows = np.append(follows_previous(edges, n_stages), False)
+    # At either end of a chain, the target is the stage itself, which needs no message.
+    is_step = follows[kinds.stage[own] + (step > 0)]
+    to = np.concatenate([kinds.stage[own] + np.where(is_step, step, 0), pairs[1][border]])
     is_skip = np.arange(len(producer)) >= len(own)
     is_remote = homes[kinds.replica[producer], to] != kinds.device[producer]
     producer, to, is_skip = producer[is_remote], to[is_remote], is_skip[is_remote]

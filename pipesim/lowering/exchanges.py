@@ -100,6 +100,11 @@ def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[
             )
     if len(set(stages)) < len(stages):
         raise ArgumentError(f"sharded names a stage twice: {list(stages)}; name each once")
+    if stages and schedule.placement.edges:
+        raise ArgumentError(
+            f"sharded={list(stages)}, but the stages of schedule {schedule.name!r} have edges; "
+            "sharded embeddings are simulated in a chain of stages: take a placement without edges"
+        )
     if stages and n_paths > 1:
         raise ArgumentError(
             f"sharded={list(stages)}, but schedule {schedule.name!r} has {n_paths} paths, each "

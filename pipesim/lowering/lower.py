@@ -292,7 +292,8 @@ def lower(
         ``(source, target)`` pairs of stages with tensors beside the pipeline's outputs, such as the
         long connections of a U-Net; each pair once, with source < target. Also as text,
         ``"0-3,1-2"``, or as a mapping with such pairs as keys, such as ``skip_bytes`` of `Costs`.
-        Skips between stages on one device need no message and take no time.
+        Skips between stages on one device need no message and take no time. A placement with
+        ``edges`` has its pairs there, and takes none here.
     portals
         Whether the tensors of a skip go directly from the source's device to the target's, as in
         torchgpipe (arXiv 2004.09910). Otherwise they go from stage to stage; all tensors of skips
@@ -439,6 +440,13 @@ def lower(
     n_stages = schedule.n_stages
     host = host_of_devices(hosts, n_replicas * schedule.n_devices)
     pairs = checked_skips(skips, n_stages)
+    edges = schedule.placement.edges
+    if edges and (pairs or not portals):
+        raise ArgumentError(
+            f"the stages of schedule {schedule.name!r} have edges, between which all tensors go; "
+            "leave skips and portals out, and add a pair of stages to Placement(edges=), with its "
+            "bytes as skip_bytes of the costs"
+        )
     exchanges = checked_exchanges(schedule, sharded, exchange_work, prefetch_keys, sparse_grad_sync)
     shards = exchanges.sharded
     arguments["framework"] = framework = as_framework(framework)
@@ -476,12 +484,12 @@ def lower(
     source = LoweredSchedule(schedule, arguments)
     if prompt_slices and (
         not forward_only or schedule.n_slices < 2 or shards or not sends_beside
-        or schedule.placement.n_paths > 1
+        or schedule.placement.n_paths > 1 or edges
     ):  # fmt: skip
         raise ArgumentError(
             f"prompt_slices={prompt_slices} needs forward_only=True, a schedule of one path with "
             "several slices a sequence (schedule.with_slices), messages that overlap, and no "
-            "sharded stages"
+            "sharded stages or edges of stages"
         )
     if forward_only:
         schedule, collectives = forward_actions(schedule), forward_collectives(collectives)
@@ -495,16 +503,16 @@ def lower(
         schedule, recompute, step, recompute_first, shards, experts, **decode
     )
     cycles = clock_cycles(schedule, compute)
-    borders = tuple(border_crossings(pairs, portals))
+    borders = tuple(border_crossings(compute.skips or pairs, portals))
     borders += ((schedule.n_stages - 1, 0),) * (prompt_slices > 0)
     kinds, partners = add_partners(
-        compute.kinds, sends_beside, overlap, streams, collectives, borders
+        compute.kinds, sends_beside, overlap, streams, collectives, borders, edges
     )
     issued = issue(compute, cycles, partners, sends_beside, n_replicas, collectives.groups)
     issued = ordered_exchanges(exchanges, kinds, issued)
     kinds, issued = with_device_collectives(of_devices, kinds, issued, overlap)
     kinds, issued = with_parameter_shards(parameters, kinds, issued, overlap)
-    kinds, issued, shares = with_offloads(offloads, kinds, issued, overlap, schedule.name)
+    kinds, issued, shares = with_offloads(offloads, kinds, issued, overlap, schedule.name, edges)
     del compute, cycles
     options = LoweringOptions(
         recompute=recompute_label(schedule, recompute),
@@ -517,6 +525,7 @@ def lower(
         weight_versions=schedule.weight_versions,
         skips=pairs,
         portals=portals,
+        edges=edges,
         forward_only=forward_only,
         prompt_slices=prompt_slices,
         tied=of_devices.tied,
@@ -579,16 +588,20 @@ def lower_replica(
         schedule, shard_parameters, own.gather_parameters, 1, (), n_replicas=n_replicas,
         shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync, tied=(),
     )  # fmt: skip
+    edges = schedule.placement.edges
     options = LoweringOptions(
         recompute=recompute_label(schedule, "listed"),
         n_batches=schedule.n_batches,
         n_slices=schedule.n_slices,
+        edges=edges,
         grad_sync=collectives.grad_sync,
         weight_versions=schedule.weight_versions,
     )
     compute = with_recomputes_and_steps(schedule, "listed", "flush", False, ())
     sends_beside = not own.blocking_messages
-    kinds, partners = add_partners(compute.kinds, sends_beside, True, "per_peer", collectives, ())
+    kinds, partners = add_partners(
+        compute.kinds, sends_beside, True, "per_peer", collectives, compute.skips, edges
+    )
     cycles = clock_cycles(schedule, compute)
     issued = issue(compute, cycles, partners, sends_beside, 1, collectives.groups)
     kinds, issued = with_parameter_shards(parameters, kinds, issued, overlap=True)

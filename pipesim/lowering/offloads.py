@@ -33,6 +33,7 @@ from pipesim.graph.options import (
 from pipesim.graph.tasks import Kinds, ListedTasks, StreamKind
 from pipesim.lowering.issue_order import Issued
 from pipesim.ops import KEPT, RECVS, SENDS, Op
+from pipesim.scheduling.placement import Edges, stage_pairs
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
@@ -102,12 +103,13 @@ class _Activations(NamedTuple):
 
 
 def with_offloads(
-    offloads: Offloads, kinds: Kinds, issued: Issued, overlap: bool, name: str
+    offloads: Offloads, kinds: Kinds, issued: Issued, overlap: bool, name: str, edges: Edges
 ) -> tuple[Kinds, Issued, tuple[float, ...]]:
     """Add the copies to the tasks of one replica.
 
     With ``overlap``, copies have streams of their own. Otherwise an OFFLOAD follows the SENDs of
-    its F, and a RELOAD comes before the RECVs of its consumer. ``name`` is that of the schedule.
+    its F, and a RELOAD comes before the RECVs of its consumer. ``name`` is that of the schedule,
+    ``edges`` are those of its placement.
 
     Returns
     -------
@@ -123,6 +125,9 @@ def with_offloads(
         held = _Activations(*(column[has_peer] for column in held))
     n_stages = kinds.homes.shape[1]
     ahead = prefetch_by_device(offloads.prefetch, kinds.homes.max() + 1, len(issued.kind))
+    if edges:  # inputs of other stages than 0 may be the caller's too
+        has_source = np.isin(held.stage, stage_pairs(edges, n_stages)[:, 1])
+        held = _Activations(*(column[has_source | ~held.is_input] for column in held))
     chosen = _chosen(offloads, held, n_stages, ahead[held.device])
     if not chosen.any():
         raise ArgumentError(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import distinct_costs
 from pipesim.costs.task_costs import CostTable
-from pipesim.errors import CostsError, check_count, check_flag, check_type
+from pipesim.errors import ArgumentError, CostsError, check_count, check_flag, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.list_scheduling.limits import one_microbatch_graph
 from pipesim.ops import Op
@@ -98,6 +98,12 @@ def order_problem(
     """
     check_type("placement", placement, Placement)
     check_type("costs", costs, Costs)
+    if placement.edges:
+        raise ArgumentError(
+            "the search for orders takes stages that are a chain, and the placement has the edges "
+            f"{list(placement.edges)}; make orders with ps.order_by(placement, ...), whose "
+            "priorities and limits suit stages of any edges, and compare them with ps.compare"
+        )
     m = check_count("n_microbatches", n_microbatches, placement.n_paths)
     ops = compute_ops(costs, split_backward)
     graph = one_microbatch_graph(placement, ops)

@@ -160,6 +160,12 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
             "sequence, which the file cannot hold; write schedule.with_slices(1), and call "
             f"with_slices({schedule.n_slices}) again after loading"
         )
+    if schedule.placement.edges:
+        raise ScheduleError(
+            f"cannot write {path}: the stages of schedule {schedule.name!r} have edges, which the "
+            "file cannot hold; write the orders of ps.Schedule.from_orders(schedule.orders), and "
+            "give from_orders the placement again after loading"
+        )
     if path.suffix.lower() == ".txt":
         grid = schedule.grid()
         text = f"{grid} {_signature(grid + chr(10))}\n"

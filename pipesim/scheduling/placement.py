@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, check_count
+from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.scheduling.memory_checks import check_microbatches, check_stages
 
 Layout = Literal["replica_major", "stage_major"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+#: Stages ``(source, target)`` between which activations go; empty for a chain of stages.
+Edges: TypeAlias = tuple[tuple[int, int], ...]
+
+_MODULES = (
+    'give the devices of the stages of each module, such as {"vision": [0], "language": [1, 2]}'
+)
+_FEEDS = 'give the modules that a module feeds, such as {"vision": "language"}'
+_EDGES = "[(0, 2), (1, 2)]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Placement:
     """Which device holds which stage; every device holds at least one.
 
     In a bidirectional placement micro-batches take several paths through the devices, and each
     path has a copy of the stages.
+
+    Stages are a chain, unless ``edges`` make them a graph: an encoder and a language model, or two
+    encoders that feed one model. A stage without an edge from it computes a loss.
 
     Parameters
     ----------
@@ -31,11 +42,16 @@ class Placement:
         Number of the device of each stage, from 0 without gaps; shape ``(n_stages,)``.
     *others
         The same for each further path; `device_of` is the first one.
+    edges
+        Pairs of stages, source before target, between which activations and gradients go. None:
+        each stage to the next.
 
     Attributes
     ----------
     paths
         ``paths[k][s]`` is the device of stage ``s`` on path ``k``.
+    edges
+        The pairs in order; empty for a chain.
 
     Examples
     --------
@@ -45,11 +61,22 @@ class Placement:
     >>> placement = ps.Placement([0, 1, 1, 0])
     >>> placement.n_devices, placement.n_stages, placement.stages_of(0)
     (2, 4, (0, 3))
+
+    Stages 0 and 1 are two encoders, whose outputs stage 2 takes:
+
+    >>> ps.Placement([0, 1, 2, 3], edges=[(0, 2), (1, 2), (2, 3)])
+    Placement(paths=((0, 1, 2, 3),), edges=((0, 2), (1, 2), (2, 3)))
     """
 
     paths: tuple[tuple[int, ...], ...]
+    edges: Edges
 
-    def __init__(self, device_of: Sequence[int], *others: Sequence[int]) -> None:
+    def __init__(
+        self,
+        device_of: Sequence[int],
+        *others: Sequence[int],
+        edges: Iterable[tuple[int, int]] | None = None,
+    ) -> None:
         user_paths = {"": device_of, **{f"others[{k}] of ": path for k, path in enumerate(others)}}
         for which, path in user_paths.items():
             if not isinstance(path, (Sequence, np.ndarray)) or isinstance(path, (str, bytes)):
@@ -86,6 +113,11 @@ class Placement:
                 "number the devices from 0 without gaps"
             )
         object.__setattr__(self, "paths", paths)
+        object.__setattr__(self, "edges", checked_edges(edges, len(paths[0])))
+
+    def __repr__(self) -> str:
+        edges = f", edges={self.edges!r}" if self.edges else ""
+        return f"Placement(paths={self.paths!r}{edges})"
 
     @property
     def device_of(self) -> tuple[int, ...]:
@@ -285,6 +317,120 @@ class Placement:
                 f"a bidirectional placement needs an even number of devices, got {n_devices}"
             )
         return Placement(down, tuple(reversed(down)))
+
+    @staticmethod
+    def from_modules(
+        modules: Mapping[str, Sequence[int]], feeds: Mapping[str, str | Sequence[str]]
+    ) -> Placement:
+        """Place modules, each a chain of stages, whose last stages feed first stages of others.
+
+        Stages are numbered module after module. Modules with the same devices are colocated.
+
+        Parameters
+        ----------
+        modules
+            Device of each stage of each module, in an order in which each module comes before
+            those that it feeds.
+        feeds
+            Module, or modules, that take the output of the last stage of a module. A module that
+            feeds none computes a loss.
+
+        Returns
+        -------
+        Placement
+            The stages of all modules, and their edges.
+
+        Examples
+        --------
+        A vision encoder and an audio encoder feed a language model of two stages:
+
+        >>> import pipesim as ps
+        >>> modules = {"vision": [0, 1], "audio": [2], "language": [3, 4]}
+        >>> feeds = {"vision": "language", "audio": "language"}
+        >>> ps.Placement.from_modules(modules, feeds).edges
+        ((0, 1), (1, 3), (2, 3), (3, 4))
+        """
+        for what, mapping, advice in (("modules", modules, _MODULES), ("feeds", feeds, _FEEDS)):
+            if not isinstance(mapping, Mapping):
+                raise ArgumentError(f"{what} must be a mapping, got {mapping!r:.60}; {advice}")
+        ends: dict[str, tuple[int, int]] = {}
+        device_of: list[int] = []
+        for name, devices in modules.items():
+            if (
+                not isinstance(devices, (Sequence, np.ndarray))
+                or isinstance(devices, (str, bytes))
+                or not len(devices)
+            ):
+                raise ArgumentError(
+                    f"modules: {name!r} must be a sequence of device numbers, one a stage, got "
+                    f"{devices!r:.60}; {_MODULES}"
+                )
+            ends[name] = len(device_of), len(device_of) + len(devices) - 1
+            device_of.extend(devices)
+        edges = [(s, s + 1) for first, last in ends.values() for s in range(first, last)]
+        for name, target in ((a, b) for a, bs in feeds.items() for b in _names(bs)):
+            check_name("module in feeds", name, list(ends))
+            check_name(f"module fed by {name!r}", target, list(ends))
+            if ends[str(name)][0] >= ends[str(target)][0]:
+                raise ArgumentError(
+                    f"feeds: {name!r} feeds {target!r}, which comes no later in modules; list a "
+                    "module before those that it feeds"
+                )
+            edges.append((ends[str(name)][1], ends[str(target)][0]))
+        return Placement(device_of, edges=edges)
+
+
+def _names(names: object) -> list[object]:
+    """Return the modules that one module feeds."""
+    if isinstance(names, Sequence) and not isinstance(names, (str, bytes)):
+        return list(names)
+    return [names]
+
+
+def checked_edges(edges: object, n_stages: int) -> Edges:
+    """Return edges in order, each from a stage to a later one; empty for a chain."""
+    if edges is None:
+        return ()
+    if not isinstance(edges, Iterable) or isinstance(edges, (str, bytes, Mapping)):
+        raise ArgumentError(f"edges must be pairs of stages, such as {_EDGES}, got {edges!r:.60}")
+    pairs = list(itertools.islice(edges, n_stages * (n_stages - 1) // 2 + 1))  # more repeat one
+    listed = set[tuple[int, int]]()
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list, np.ndarray)) or len(pair) != 2:
+            raise ArgumentError(f"{pair!r:.60} is no edge; give pairs of stages, such as {_EDGES}")
+        source, target = (check_count("edges: a stage", stage, 0) for stage in pair)
+        if not source < target < n_stages:
+            raise ArgumentError(
+                f"edge ({source}, {target}) does not lead from a stage to a later one of 0.."
+                f"{n_stages - 1}; number stages so that each comes before those that it feeds, "
+                "which leaves no cycle"
+            )
+        if (source, target) in listed:
+            raise ArgumentError(f"edge ({source}, {target}) is given twice; give it once")
+        listed.add((source, target))
+    alone = set(range(n_stages)).difference(*listed) if n_stages > 1 else ()
+    if alone:
+        raise ArgumentError(
+            f"stage {min(alone)} has no edge: no activations go to it or from it; give an edge "
+            f"such as {(min(alone) - 1, min(alone)) if min(alone) else (0, 1)}, or leave the stage "
+            "out"
+        )
+    chain = {(stage, stage + 1) for stage in range(n_stages - 1)}
+    return () if listed == chain else tuple(sorted(listed))
+
+
+def stage_pairs(edges: Edges, n_stages: int) -> NDArray[np.int64]:
+    """Return source and target of each edge, those of a chain included; shape ``(n_edges, 2)``."""
+    chain = [(stage, stage + 1) for stage in range(n_stages - 1)]
+    return np.array(edges or chain, dtype=np.int64).reshape(-1, 2)
+
+
+def follows_previous(edges: Edges, n_stages: int) -> NDArray[np.bool_]:
+    """Return whether each stage takes the output of the stage before; shape ``(n_stages,)``."""
+    follows = np.full(n_stages, not edges)
+    follows[:1] = False
+    follows[[target for source, target in edges if target == source + 1]] = True
+    return follows
 
 
 @lru_cache(maxsize=32)

@@ -322,7 +322,9 @@ def replica_memory_graph(schedule: Schedule) -> TaskGraph:
     shares. The graph stands for any order of tasks in one mini-batch.
     """
     kinds = _with_gathers(compute_kinds(schedule)[0])
-    options = LoweringOptions(weight_versions=schedule.weight_versions)
+    options = LoweringOptions(
+        weight_versions=schedule.weight_versions, edges=schedule.placement.edges
+    )
     none = np.empty(0, dtype=np.int32)
     return TaskGraph.of_kinds(kinds, none, none, options=options)
 

@@ -9,11 +9,18 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.microbatch_costs import cost_classes
-from pipesim.costs.pricing import copied_bytes, held_bytes, kept_inputs, moved_bytes
+from pipesim.costs.pricing import (
+    copied_bytes,
+    held_bytes,
+    kept_inputs,
+    moved_bytes,
+    skip_sizes,
+)
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import border_bytes, message_bytes
 from pipesim.ops import COPIES, WEIGHT_GRADS, Op
+from pipesim.scheduling.placement import follows_previous
 from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.jit import kernel
 
@@ -230,8 +237,8 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
     - B releases all of them.
     - I keeps ``weight_grad_bytes``, which W releases. If these are more than the activations, I
       allocates the rest.
-    - The input of stage 0 belongs to the caller and counts as 0. Tensors of skip connections are
-      input too.
+    - The input of a stage without a stage before it belongs to the caller and counts as 0. Tensors
+      of skip connections are input too.
     - OFFLOAD releases the bytes that it moves to host memory, and RELOAD allocates them.
     - UNSHARD of sharded parameters allocates those of its stage, and RESHARD releases them.
     - In a forward-only graph, inputs and outputs of stages live as long as tasks need them. Keys
@@ -330,16 +337,18 @@ def gathered_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:
 def _forward_kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:
     """Return bytes that each kind of a forward-only graph allocates and releases.
 
-    They are outputs of stages and tensors of skips. F allocates its output. The SEND releases it,
-    and the RECV allocates it on the device of the next stage, whose F releases it. Without a
-    message, the F of the next stage releases it. The output of the last stage counts as 0.
+    They are outputs of stages and tensors of skips; an output counts once for each stage that it
+    goes to. F allocates its output. The SEND releases it, and the RECV allocates it on the device
+    of the next stage, whose F releases it. Without a message, the F of the next stage releases it.
+    An output that goes to no stage counts as 0.
     """
     n_stages, kinds = graph.n_stages, graph.kinds
     outputs = costs.per_stage("output_bytes", n_stages)
-    skips = message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
-    produced, consumed = np.zeros((2, n_stages))
-    produced[:-1] = consumed[1:] = outputs[:-1]
-    for (source, target), size in border_bytes(graph.skips, graph.portals, costs.skip_sizes):
+    skip_bytes = skip_sizes(graph, costs)
+    skips = message_bytes(kinds, graph.skips, graph.portals, skip_bytes)
+    consumed = np.where(follows_previous(graph.edges, n_stages), np.roll(outputs, 1), 0.0)
+    produced = np.roll(consumed, -1)
+    for (source, target), size in border_bytes(graph.skips, graph.portals, skip_bytes):
         produced[source] += size
         consumed[target] += size
     is_output = kinds.peer_stage < 0

@@ -34,9 +34,9 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
         _, op, device, _, stage, m, replica, _, part = task
 
         def any_of(
-            s: int, *ops: Op, m: int | None = m, r: int = replica, part: int = -1
+            s: int, *ops: Op, m: int | None = m, r: int = replica, part: int = -1, peer: int = -1
         ) -> set[int]:
-            actions = [(r, Action(s, op, m, part=part)) for op in ops]
+            actions = [(r, Action(s, op, m, peer, part)) for op in ops]
             return {ids[action] for action in actions if action in ids}
 
         def exchange(name: str, s: int, any_of: Any = any_of) -> set[int]:
@@ -93,8 +93,16 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
         ) -> set[int]:
             return reorder("vectors", s) or exchange("vectors", s) or whole(s, Op.F)
 
-        arrived = any_of(stage, Op.RECV_F) or output_of(stage - 1)
-        gradient = any_of(stage, Op.RECV_B) or whole(stage + 1, Op.B, Op.I)
+        edges = graph.edges or [(s, s + 1) for s in range(graph.n_stages - 1)]
+        arrived, gradient = set[int](), set[int]()
+        for source, target in edges:
+            peer_of = {source: target, target: source} if target > source + 1 else {}
+            if target == stage:
+                message = any_of(stage, Op.RECV_F, peer=peer_of.get(stage, -1))
+                arrived |= message or output_of(source)
+            if source == stage:
+                message = any_of(stage, Op.RECV_B, peer=peer_of.get(stage, -1))
+                gradient |= message or whole(target, Op.B, Op.I)
         if op in (Op.F, Op.B, Op.I) and part > 0:
             layer, second = divmod(part - 1, 2)
             kind = 4 * layer + second + (0 if op == Op.F else 2)

@@ -83,7 +83,29 @@ def named_schedules(max_microbatches: int = 6) -> st.SearchStrategy[ps.Schedule]
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> Placement:
+def edges(draw: st.DrawFn, n_stages: int) -> list[tuple[int, int]] | None:
+    """Edges that leave no stage alone; mostly those of a chain (None)."""
+    if n_stages < 3 or draw(st.sampled_from([True, True, False])):
+        return None
+    source = [draw(st.integers(0, stage - 1)) for stage in range(1, n_stages)]
+    pairs = {(a, b) for b, a in enumerate(source, 1) if draw(st.sampled_from([True, True, False]))}
+    more = st.tuples(st.integers(0, n_stages - 2), st.integers(1, n_stages - 1))
+    pairs |= {pair for pair in draw(st.lists(more, max_size=3)) if pair[0] < pair[1]}
+    for stage in set(range(n_stages)).difference(*pairs):  # a stage alone
+        pairs.add((stage, n_stages - 1) if stage < n_stages - 1 else (0, stage))
+    return draw(st.permutations(sorted(pairs)))
+
+
+@st.composite
+def placements(draw: st.DrawFn, only_chains: bool = False) -> Placement:
+    """Any placement, and unless ``only_chains`` stages with edges."""
+    placement = draw(_chains())
+    pairs = None if only_chains else draw(edges(placement.n_stages))
+    return Placement(*placement.paths, edges=pairs)
+
+
+@st.composite
+def _chains(draw: st.DrawFn) -> Placement:
     """Linear, looped, V and bidirectional ones, and any other that leaves no device empty."""
     kind = draw(st.sampled_from(["linear", "looped", "v", "any", "bidirectional"]))
     n_devices = draw(device_counts)
@@ -100,36 +122,40 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 def needs(
-    action: Action, halves: set[tuple[int, int]], n_stages: int, n_slices: int = 1
+    action: Action, halves: set[tuple[int, int]], placement: Placement, n_slices: int = 1
 ) -> list[Action]:
     """Return what a compute action needs (rule 3), implemented a second time on purpose."""
     stage, op, microbatch, *_ = action
+    pairs = placement.edges or [(s, s + 1) for s in range(placement.n_stages - 1)]
 
     def gradient(stage: int, microbatch: int = microbatch) -> Action:
         return Action(stage, Op.I if (stage, microbatch) in halves else Op.B, microbatch)
 
     if op == Op.F:
         before = [Action(stage, Op.F, microbatch - 1)] if microbatch % n_slices else []
-        return [*before, Action(stage - 1, Op.F, microbatch)] if stage else before
+        return [*before, *(Action(a, Op.F, microbatch) for a, b in pairs if b == stage)]
     if op == Op.W:
         return [Action(stage, Op.I, microbatch)]
     if op == Op.R:
         return [Action(stage, Op.F, microbatch)]
-    after = [gradient(stage + 1)] if stage + 1 < n_stages else []
+    after = [gradient(b) for a, b in pairs if a == stage]
     after += [gradient(stage, microbatch + 1)] if (microbatch + 1) % n_slices else []
     return [Action(stage, Op.F, microbatch), *after]
 
 
 @st.composite
 def custom_schedules(
-    draw: st.DrawFn, max_microbatches: int = 3, recomputes: bool = False
+    draw: st.DrawFn,
+    max_microbatches: int = 3,
+    recomputes: bool = False,
+    only_chains: bool = False,
 ) -> ps.Schedule:
     """Draw orders that can run: one order of all actions that breaks no rule, split by device.
 
     Each stage and micro-batch has its own choice of a whole backward (B) or a split one (I, W), and
     with ``recomputes`` of an R. Some have sequences of two slices.
     """
-    placement = draw(placements())
+    placement = draw(placements(only_chains))
     n_microbatches = draw(st.integers(placement.n_paths, max_microbatches))
     n_slices = draw(st.sampled_from([1, 1, 1, 2]))
     if n_slices > 1:
@@ -147,7 +173,7 @@ def custom_schedules(
         for op in ((Op.F, Op.I, Op.W) if (s, m) in halves else (Op.F, Op.B))
     ] + [Action(s, Op.R, m) for s, m in sorted(again)]
     rank = {action: k for k, action in enumerate(draw(st.permutations(everything)))}
-    waiting = {a: set(needs(a, halves, placement.n_stages, n_slices)) for a in everything}
+    waiting = {a: set(needs(a, halves, placement, n_slices)) for a in everything}
     for s, m in again:
         waiting[Action(s, Op.I if (s, m) in halves else Op.B, m)].add(Action(s, Op.R, m))
     ready = [(rank[a], a) for a in everything if not waiting[a]]
@@ -193,10 +219,12 @@ def overlaps(draw: st.DrawFn, order: list[Action]) -> list[Action | Overlapped]:
     return joined
 
 
-def schedules(recomputes: bool = False) -> st.SearchStrategy[ps.Schedule]:
+def schedules(
+    recomputes: bool = False, only_chains: bool = False
+) -> st.SearchStrategy[ps.Schedule]:
     """Named and custom schedules; with ``recomputes`` some list R."""
-    others = [custom_schedules(recomputes=True)] if recomputes else []
-    return st.one_of(named_schedules(), custom_schedules(), *others)
+    others = [custom_schedules(recomputes=True, only_chains=only_chains)] if recomputes else []
+    return st.one_of(named_schedules(), custom_schedules(only_chains=only_chains), *others)
 
 
 @st.composite
@@ -321,7 +349,8 @@ def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         if options["shard_optimizer"] and one_path:
             times = ["after_step", "before_forward"]
             options["gather_parameters"] = draw(st.sampled_from(times))
-    if schedule.n_batches == 1 and one_path and schedule.n_stages > 1 and draw(st.booleans()):
+    shards_rows = schedule.n_batches == 1 and one_path and not schedule.placement.edges
+    if shards_rows and schedule.n_stages > 1 and draw(st.booleans()):
         stages = st.integers(0, schedule.n_stages - 2)
         options["sharded"] = sorted(draw(st.sets(stages, max_size=2)))
         if isinstance(options["grad_sync"], dict):  # what is sharded has none
@@ -355,16 +384,16 @@ Lowering = tuple[ps.Schedule, dict[str, Any]]
 
 
 @st.composite
-def lowerings(draw: st.DrawFn) -> Lowering:
+def lowerings(draw: st.DrawFn, only_chains: bool = False) -> Lowering:
     """Draw a schedule, and options of `pipesim.lower` that suit it."""
-    schedule = draw(schedules(recomputes=True))
+    schedule = draw(schedules(recomputes=True, only_chains=only_chains))
     return schedule, draw(lower_options(schedule))
 
 
 @st.composite
-def graphs(draw: st.DrawFn, **fixed: Any) -> ps.TaskGraph:
+def graphs(draw: st.DrawFn, only_chains: bool = False, **fixed: Any) -> ps.TaskGraph:
     """Lowered schedules; some options may be ``fixed``."""
-    schedule, options = draw(lowerings())
+    schedule, options = draw(lowerings(only_chains))
     return ps.lower(schedule, **with_fixed(options, fixed))
 
 
@@ -511,7 +540,7 @@ def uneven_bytes(draw: st.DrawFn, graph: ps.TaskGraph) -> dict[int, dict[str, np
 @st.composite
 def skipping_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
     """Return a graph with skip connections, and costs that suit it; options may be ``fixed``."""
-    schedule = draw(schedules())
+    schedule = draw(schedules(only_chains=True))
     n = schedule.n_stages
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     some = st.lists(st.sampled_from(pairs), unique=True, max_size=4) if pairs else st.just([])

@@ -266,6 +266,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Noise": lambda _: {"seed": 0, "task": Normal(0.1)},
     "ps.simulation.Normal": lambda _: {"std": 0.1},
     "ps.Placement.bidirectional": lambda _: {"n_devices": 2},
+    "ps.Placement.from_modules": lambda _: {
+        "modules": {"vision": [0], "audio": [1], "language": [2]},
+        "feeds": {"vision": "language", "audio": "language"}},
     "ps.Placement.linear": lambda _: {"n_devices": 2},
     "ps.Placement.looped": lambda _: {"n_devices": 2, "n_chunks": 2},
     "ps.Placement.v_shaped": lambda _: {"n_devices": 2},

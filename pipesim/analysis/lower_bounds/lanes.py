@@ -168,8 +168,9 @@ def _rules_alone(graph: TaskGraph) -> CSR:
     size = graph.n_microbatches // graph.n_batches
     groups = graph.reduction_groups
     needs, _ = apply_rules(
-        kinds, graph.kind, graph.microbatch, size, graph.stream_of_kind, groups, graph.tied
-    )
+        kinds, graph.kind, graph.microbatch, size, graph.stream_of_kind, groups, graph.tied,
+        edges=graph.edges,
+    )  # fmt: skip
     return needs
 
 

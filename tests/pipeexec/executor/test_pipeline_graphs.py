@@ -107,6 +107,7 @@ def test_parity_of_every_named_schedule(name: str, recompute: str) -> None:
 @pytest.mark.slow
 @given(
     graph=graphs(
+        only_chains=True,
         forward_only=False,
         n_replicas=1,
         sharded=(),

@@ -180,7 +180,7 @@ def test_torch_passes_over_checksums(name: str, form: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@given(schedule=custom_schedules())
+@given(schedule=custom_schedules(only_chains=True))
 def test_torch_reads_our_files(schedule: ps.Schedule, tmp_path_factory: Any) -> None:
     """Compute only, to which torch adds the messages, and with ours: both can run in torch.
 

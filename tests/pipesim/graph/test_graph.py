@@ -90,13 +90,15 @@ def test_pairs(graph: ps.TaskGraph) -> None:
     """A SEND and its RECV know each other, and cross from one device to another."""
     transfers = graph.is_op(SENDS | RECVS)
     assert (graph.pair[~transfers] == -1).all()
-    ends = np.flatnonzero(transfers)
-    assert (graph.pair[graph.pair[ends]] == ends).all()
-    assert (graph.device[ends] != graph.device[graph.pair[ends]]).all()
+    messages = np.flatnonzero(transfers)
+    assert (graph.pair[graph.pair[messages]] == messages).all()
+    assert (graph.device[messages] != graph.device[graph.pair[messages]]).all()
     for task in np.flatnonzero(graph.is_op(RECVS)):
         recv, send = graph.task(int(task)), graph.task(int(graph.pair[task]))
         op, offset = PAIRS[recv.op]
-        assert send.action == Action(recv.stage + offset, op, recv.microbatch)
+        peer = recv.peer_stage  # of an edge that is no step of a chain
+        ends = (peer, recv.stage) if peer >= 0 else (recv.stage + offset, -1)
+        assert send.action == Action(ends[0], op, recv.microbatch, ends[1])
 
 
 @given(graphs())
@@ -171,7 +173,7 @@ def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
     )
     order = np.argsort(graph.stream, kind="stable")
     shuffled = Tasks(*(column[order] for column in columns))
-    kept = ("rendezvous", "n_batches", "grad_sync", "tied")
+    kept = ("rendezvous", "n_batches", "grad_sync", "tied", "edges")
     same = {name: getattr(graph, name) for name in kept}
     again = TaskGraph.build(shuffled, **same)
     ps.verify(again)

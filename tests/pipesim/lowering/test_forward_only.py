@@ -157,8 +157,10 @@ def test_memory_is_that_of_the_tensors_alive(case: tuple[ps.TaskGraph, ps.Costs]
     graph = ps.lower(source.schedule, **{**source.arguments, **PLAIN})
     timeline = ps.simulate(graph, costs)
     number = {
-        (t.op, t.replica, t.stage, t.microbatch): t.id for t in map(graph.task, range(len(graph)))
+        (t.op, t.replica, t.stage, t.microbatch, t.peer_stage): t.id
+        for t in map(graph.task, range(len(graph)))
     }
+    edges = graph.edges or [(s, s + 1) for s in range(graph.n_stages - 1)]
     output = costs.per_stage("output_bytes", graph.n_stages)
     workspace = costs.per_stage("forward_workspace_bytes", graph.n_stages)
     alive: list[tuple[int, float, float, float]] = []  # device, start, end, bytes
@@ -166,16 +168,16 @@ def test_memory_is_that_of_the_tensors_alive(case: tuple[ps.TaskGraph, ps.Costs]
         start, end = timeline.start, timeline.end
         cell = task.replica, task.stage, task.microbatch
         alive.append((task.device, start[task.id], end[task.id], workspace[task.stage]))
-        if task.stage + 1 == graph.n_stages:
-            continue
-        after = number[Op.F, task.replica, task.stage + 1, task.microbatch]
-        size = float(output[task.stage])
-        if graph.device[after] == task.device:
-            alive.append((task.device, start[task.id], end[after], size))
-            continue
-        send, recv = number[(Op.SEND_F, *cell)], graph.pair[number[(Op.SEND_F, *cell)]]
-        alive.append((task.device, start[task.id], end[send], size))
-        alive.append((int(graph.device[recv]), start[recv], end[after], size))
+        for target in (b for a, b in edges if a == task.stage):
+            after = number[Op.F, task.replica, target, task.microbatch, -1]
+            size = float(output[task.stage])
+            if graph.device[after] == task.device:
+                alive.append((task.device, start[task.id], end[after], size))
+                continue
+            send = number[(Op.SEND_F, *cell, target if target > task.stage + 1 else -1)]
+            recv = graph.pair[send]
+            alive.append((task.device, start[task.id], end[send], size))
+            alive.append((int(graph.device[recv]), start[recv], end[after], size))
     held = static(graph, costs)
     for device, rows in timeline.memory().groupby("device"):
         times = rows.groupby("time").nbytes.last()

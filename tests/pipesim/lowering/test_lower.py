@@ -148,8 +148,9 @@ def test_counts(case: Lowering) -> None:
     graph = ps.lower(schedule, **options | {"forward_only": False, "expert_layers": ()})
     paths, m = schedule.placement.paths, schedule.n_microbatches
     replicas, n_paths = options["n_replicas"], schedule.placement.n_paths
+    edges = schedule.placement.edges or list(itertools.pairwise(range(schedule.n_stages)))
     crossings = replicas * sum(
-        sum(a != b for a, b in itertools.pairwise(paths[path]))
+        sum(paths[path][a] != paths[path][b] for a, b in edges)
         for path in schedule.placement.path_of(m)
     )
     listed = schedule.stage[(schedule.op == Op.R)]

@@ -28,7 +28,11 @@ from pipesim.order_search import (
 @st.composite
 def relabelled_orders(draw: st.DrawFn):
     """Draw an order that can run, its problem, its costs, and the schedule that it stands for."""
-    schedule = draw(custom_schedules(max_microbatches=5)).with_updates(1, "one").with_slices(1)
+    schedule = (
+        draw(custom_schedules(max_microbatches=5, only_chains=True))
+        .with_updates(1, "one")
+        .with_slices(1)
+    )
     assume(schedule.overlapped is None)
     ops = set(schedule.op.tolist())
     if {Op.B, Op.W} <= ops:

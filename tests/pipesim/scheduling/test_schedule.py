@@ -158,9 +158,10 @@ def test_published_1f1b_bubble_rates(row: dict[str, Any], expected: dict[str, fl
 
 @given(schedules())
 def test_orders_make_the_schedule_again(schedule: ps.Schedule) -> None:
-    """From actions, and from their text; orders name neither mini-batches nor slices."""
+    """From actions, and from their text; orders name neither mini-batches, slices nor edges."""
     as_text = [[str(action) for action in order] for order in schedule.orders]
-    several = schedule.placement if schedule.placement.n_paths > 1 else None
+    is_told = schedule.placement.n_paths > 1 or schedule.placement.edges
+    several = schedule.placement if is_told else None
     for orders in (schedule.orders, as_text):
         again = ps.Schedule.from_orders(orders, placement=several).with_slices(schedule.n_slices)
         assert again.with_updates(schedule.n_batches, schedule.weight_versions) == schedule

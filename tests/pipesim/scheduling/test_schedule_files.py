@@ -37,7 +37,7 @@ def load(folder: Path, content: str | bytes, name: str = "mine.csv") -> ps.Sched
 
 
 @pytest.mark.parametrize("suffix", ["csv", "txt"])
-@given(schedule=schedules())
+@given(schedule=schedules(only_chains=True))
 def test_any_schedule_comes_back(
     suffix: str, schedule: ps.Schedule, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -330,7 +330,7 @@ def timelines(schedule: ps.Schedule, seconds: list[float], latency: float) -> ps
 durations = st.lists(st.integers(1, 40).map(lambda x: x * 1e-3), min_size=16, max_size=16)
 #: Ranges of compute tasks alone do not show that the F of an overlapped action waits for its B's
 #: message; test_chrome_overlaps has ranges that do.
-any_schedule = st.one_of(named_schedules(4), custom_schedules()).filter(
+any_schedule = st.one_of(named_schedules(4), custom_schedules(only_chains=True)).filter(
     lambda schedule: schedule.placement.n_paths == 1 and schedule.overlapped is None
 )
 

@@ -1,0 +1,205 @@
+"""Stages that are a graph: `Placement(edges=)`, such as encoders that feed a language model.
+
+The numbers of the rules are those of docs/time.md. Random graphs of such placements are in the
+strategies that other tests share.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawing import draw, grid
+from rules import dependencies
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, CostsError, DeadlockError, ScheduleError
+from pipesim.ops import SENDS
+
+#: Two encoders, each of one stage, and a language model of two stages.
+TWO_ENCODERS = ps.Placement([0, 1, 2, 3], edges=[(0, 2), (1, 2), (2, 3)])
+
+
+def lowered(orders: list[str], placement: ps.Placement, **options: Any) -> ps.TaskGraph:
+    """Return the graph of orders of devices, without optimizer steps."""
+    schedule = ps.Schedule.from_orders([x.split() for x in orders], placement=placement)
+    return ps.lower(schedule, **{"step": "none", **options})
+
+
+def two_encoders(**options: Any) -> ps.TaskGraph:
+    """Two micro-batches: both encoders run ahead, and 1F1B after them."""
+    return lowered(
+        ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 2B0 2B1", "3F0 3B0 3F1 3B1"],
+        TWO_ENCODERS,
+        **options,
+    )
+
+
+def test_a_stage_waits_for_all_stages_before_it() -> None:
+    """Rule 3: 2F needs the messages of 0 and 1, which is slower; their B need one of 2 alone."""
+    costs = ps.Costs(forward=(1, 2, 1, 1), backward=(1, 2, 1, 1))
+    assert draw(ps.simulate(two_encoders(), costs), transfers=False) == grid("""
+        0 | F0 F1 .. .. .. .. B0 .. B1 ..
+        1 | F0 F0 F1 F1 .. .. B0 B0 B1 B1
+        2 | .. .. F0 .. F1 B0 .. B1 .. ..
+        3 | .. .. .. F0 B0 F1 B1 .. .. ..
+    """)
+
+
+def test_messages_of_edges_have_the_bytes_of_outputs() -> None:
+    """Rule 4: each on the channel of its devices; 0 to 2 has bytes of its own."""
+    costs = ps.Costs(
+        forward=1, backward=1, output_bytes=(1, 2, 0, 9), skip_bytes={(0, 2): 3},
+        network=ps.Network(bandwidth=1),
+    )  # fmt: skip
+    timeline = ps.simulate(two_encoders(), costs)
+    sent = timeline.graph.is_op(SENDS) & (timeline.graph.microbatch == 0)
+    sizes = {str(timeline.graph.task(k)): timeline.nbytes[k] for k in np.flatnonzero(sent)}
+    assert sizes == {
+        "0SEND_F0>2": 3, "1SEND_F0": 2, "2SEND_F0": 0, "3SEND_B0": 0, "2SEND_B0": 2,
+        "2SEND_B0>0": 3,
+    }  # fmt: skip
+    assert draw(timeline, rows="^[012]$|^[01] send:2$") == grid("""
+        0        | F0 F1 .. .. .. .. .. .. .. .. .. .. B0 .. .. B1
+        0 send:2 | .. F0 F0 F0 F1 F1 F1 .. .. .. .. .. .. .. .. ..
+        1        | F0 F1 .. .. .. .. .. .. .. .. .. B0 .. B1 .. ..
+        1 send:2 | .. F0 F0 F1 F1 .. .. .. .. .. .. .. .. .. .. ..
+        2        | .. .. .. .. F0 .. .. F1 B0 .. B1 .. .. .. .. ..
+    """)
+
+
+def test_an_edge_on_one_device_needs_the_stage_itself() -> None:
+    """Without a message; an order that has them the wrong way round deadlocks."""
+    placement = ps.Placement([0, 1, 0], edges=[(0, 2), (1, 2)])
+    right, wrong = "0F0 2F0 2B0 0B0", "2F0 0F0 2B0 0B0"
+    graph = lowered([right, "1F0 1B0"], placement)
+    needs = {str(graph.task(k)): {str(graph.task(i)) for i in graph.dependencies[k]}
+             for k in range(len(graph))}  # fmt: skip
+    assert needs["2F0"] == {"0F0", "2RECV_F0"}
+    assert needs["0B0"] == {"0F0", "2B0"}
+    with pytest.raises(DeadlockError, match=r"2F0 .* waits for 0F0 on device 0"):
+        lowered([wrong, "1F0 1B0"], placement)
+
+
+def test_a_stage_that_feeds_none_computes_a_loss() -> None:
+    """A side head: its B needs its own F alone, and stage 0 the gradients of both."""
+    graph = lowered(
+        ["0F0 0B0", "1F0 1B0", "2F0 2B0"], ps.Placement([0, 1, 2], edges=[(0, 1), (0, 2)])
+    )
+    assert draw(
+        ps.simulate(graph, ps.Costs(forward=1, backward=(1, 3, 1))), transfers=False
+    ) == grid(
+        """
+        0 | F0 .. .. .. .. B0
+        1 | .. F0 B0 B0 B0 ..
+        2 | .. F0 B0 .. .. ..
+        """
+    )
+
+
+def test_colocated_modules() -> None:
+    """An encoder of two stages on the devices of the language model, before its forwards."""
+    placement = ps.Placement.from_modules(
+        {"vision": [0, 1], "language": [0, 1]}, {"vision": "language"}
+    )
+    assert placement == ps.Placement([0, 1, 0, 1])  # which is a chain
+    both = ps.Placement.from_modules(
+        {"vision": [0], "audio": [1], "language": [0, 1]},
+        {"vision": ["language"], "audio": "language"},
+    )
+    assert both == ps.Placement([0, 1, 0, 1], edges=[(0, 2), (1, 2), (2, 3)])
+    schedule = ps.order_by(both, 2, split_backward=False)
+    assert schedule.grid() == grid("""
+        device 0 | 0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1
+        device 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """)
+
+
+def test_a_chain_is_as_before() -> None:
+    """Edges of a chain are no edges: equal, of one hash, with the same text."""
+    chain = ps.Placement([0, 1, 1, 0], edges=[(2, 3), (0, 1), (1, 2)])
+    assert chain == ps.Placement([0, 1, 1, 0])
+    assert hash(chain) == hash(ps.Placement([0, 1, 1, 0]))
+    assert repr(chain) == "Placement(paths=((0, 1, 1, 0),))"
+    assert ps.Placement.linear(4) != TWO_ENCODERS
+    assert "edges=((0, 2), (1, 2), (2, 3))" in repr(TWO_ENCODERS)
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ([(0, 1), (2, 1)], r"edge \(2, 1\) does not lead from a stage to a later one of 0\.\.2"),
+        ([(0, 1), (1, 1)], r"edge \(1, 1\) does not lead .* no cycle"),
+        ([(0, 1), (1, 3)], r"edge \(1, 3\) does not lead"),
+        ([(0, 1)], r"stage 2 has no edge: .* such as \(1, 2\)"),
+        ([(1, 2)], r"stage 0 has no edge: .* such as \(0, 1\)"),
+        ([(0, 1), (0, 1), (1, 2)], r"edge \(0, 1\) is given twice"),
+        ([(0, 1, 2)], r"\(0, 1, 2\) is no edge; give pairs"),
+        ([(0, 1.5)], "edges: a stage must be a whole number"),
+        ("0-1", "edges must be pairs of stages"),
+    ],
+)
+def test_bad_edges(edges: Any, message: str) -> None:
+    """Cycles, unknown stages and stages alone are named."""
+    with pytest.raises(ArgumentError, match=message):
+        ps.Placement([0, 1, 2], edges=edges)
+
+
+def test_bad_modules() -> None:
+    """Unknown names, an order that is none, a module without stages."""
+    modules = {"vision": [0], "language": [1, 2]}
+    with pytest.raises(ArgumentError, match=r"unknown module fed by 'vision' 'langauge'.*language"):
+        ps.Placement.from_modules(modules, {"vision": "langauge"})
+    with pytest.raises(
+        ArgumentError, match="feeds: 'language' feeds 'vision', which comes no later"
+    ):
+        ps.Placement.from_modules(modules, {"language": "vision"})
+    with pytest.raises(
+        ArgumentError, match="modules: 'vision' must be a sequence of device numbers"
+    ):
+        ps.Placement.from_modules({**modules, "vision": []}, {"vision": "language"})
+    with pytest.raises(ArgumentError, match="stage 0 has no edge"):
+        ps.Placement.from_modules(modules, {})
+
+
+def test_files_keep_edges(tmp_path: Path) -> None:
+    """A timeline's file has them; files of schedules refuse them."""
+    graph = two_encoders()
+    timeline = ps.simulate(graph, ps.Costs(forward=1, backward=1))
+    timeline.save(tmp_path / "step.csv")
+    read = ps.Timeline.load(tmp_path / "step.csv").graph
+    assert read.edges == graph.edges == TWO_ENCODERS.edges
+    assert read.skips == graph.skips == ((0, 2),)
+    assert dependencies(read) == [
+        set(row) for row in map(read.dependencies.__getitem__, range(len(read)))
+    ]
+    assert graph.options.source is not None
+    with pytest.raises(ScheduleError, match="the stages of schedule 'custom' have edges"):
+        graph.options.source.schedule.save(tmp_path / "orders.csv")
+    with pytest.raises(ArgumentError, match="to the next stage alone; lower a schedule of a chain"):
+        graph.save_torch_csv(tmp_path / "torch.csv")
+
+
+def test_what_needs_a_chain_says_so() -> None:
+    """Skips are edges; sharded stages, tied bytes without stages and searches take a chain."""
+    for options in ({"skips": [(0, 2)]}, {"portals": False}):
+        with pytest.raises(ArgumentError, match=r"add a pair of stages to Placement\(edges=\)"):
+            two_encoders(**options)
+    with pytest.raises(ArgumentError, match="sharded embeddings are simulated in a chain"):
+        two_encoders(sharded=[0], n_replicas=2)
+    costs = ps.Costs(forward=1, backward=1, tied_bytes=1)
+    with pytest.raises(CostsError, match="tied_bytes are of the first and the last stage"):
+        ps.simulate(two_encoders(step="flush"), costs)
+    with pytest.raises(ArgumentError, match=r"takes stages that are a chain.*ps.order_by"):
+        ps.optimize(TWO_ENCODERS, 2, costs, progress=False)
+
+
+def test_memory_counts_the_inputs_of_all_edges() -> None:
+    """Rule 10: a recomputed F keeps what arrives on each edge, but not the caller's input."""
+    costs = ps.Costs(
+        forward=1, backward=1, recompute=1, activation_bytes=100, output_bytes=(1, 2, 4, 8)
+    )
+    memory = ps.simulate(two_encoders(recompute="always"), costs).memory
+    assert memory.peak.tolist() == [100, 100, 100 + 3, 100]  # stage 3 has one in flight
