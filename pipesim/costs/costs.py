@@ -542,6 +542,53 @@ class Costs(CostFields):
                 CostsWarning,
             )
 
+    @classmethod
+    def concatenate(
+        cls, parts: Mapping[str, tuple[Costs, int]], network: Network | None = None
+    ) -> Costs:
+        """Return the costs of modules of one pipeline, stage after stage.
+
+        Each module has costs of its own: those of an encoder with two GPUs of tensor parallelism,
+        and of a language model with eight. They are for `Placement.from_modules`, which numbers
+        stages in the same order.
+
+        - Values of stages and micro-batches are joined. If a field is missing in one module, its
+          substitute stands for it, such as ``forward`` for ``recompute``.
+        - Stages of ``skip_bytes`` get the numbers that they have in the pipeline.
+        - Fields of the whole pipeline, such as ``network`` and ``all_reduce``, are those of the
+          modules that do not have the default; ``workload`` is left out.
+
+        Parameters
+        ----------
+        parts
+            Costs and number of stages of each module.
+        network
+            Network of all devices; None for that of the modules.
+
+        Returns
+        -------
+        Costs
+            One value for each stage of the pipeline.
+
+        Raises
+        ------
+        CostsError
+            If modules have different values of a field of the whole pipeline, or a field that has
+            no substitute is missing in one module.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> vision = ps.Costs(forward=1, backward=2)
+        >>> language = ps.Costs(forward=(3, 3, 4), backward=6, recompute=2)
+        >>> costs = ps.Costs.concatenate({"vision": (vision, 1), "language": (language, 3)})
+        >>> costs.forward, costs.recompute
+        ((1.0, 3.0, 3.0, 4.0), (1.0, 2.0, 2.0, 2.0))
+        """
+        from pipesim.costs.concatenation import concatenate
+
+        return concatenate(parts, network)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or TOML; unset fields are left out.
 

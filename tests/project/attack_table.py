@@ -186,6 +186,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Costs.from_timeline": lambda _: {"timeline": timeline()},
     "ps.Costs.averaged": lambda _: {"self": costs()},
     "ps.Costs.microbatch": lambda _: {"self": ps.Costs([[1.0, 2.0]], 1.0), "number": 1},
+    "ps.Costs.concatenate": lambda _: {"parts": {"vision": (costs(), 2)}},
     "ps.Costs.in_chunks": lambda _: {"self": costs(), "placement": ps.Placement.v_shaped(2)},
     "ps.Costs.load": lambda to: {"path": _written(to / "costs.json", costs().save)},
     "ps.Costs.of": lambda _: {"self": costs(), "graph": graph()},

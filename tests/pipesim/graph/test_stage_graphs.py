@@ -6,6 +6,7 @@ strategies that other tests share.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,28 @@ def test_memory_counts_the_inputs_of_all_edges() -> None:
     )
     memory = ps.simulate(two_encoders(recompute="always"), costs).memory
     assert memory.peak.tolist() == [100, 100, 100 + 3, 100]  # stage 3 has one in flight
+
+
+def test_costs_of_modules_are_joined() -> None:
+    """Stage after stage, numbers and rows of micro-batches; a setting of one is that of all."""
+    network = ps.Network(bandwidth=8)
+    vision = ps.Costs(forward=1, backward=2, output_bytes=[[4, 0]], skip_bytes={(0, 1): 5})
+    language = ps.Costs(
+        forward=(3, 4), backward=6, launch=0.1, network=network, all_reduce="tree",
+        skip_bytes={(0, 1): 6},
+    )  # fmt: skip
+    costs = ps.Costs.concatenate({"vision": (vision, 2), "language": (language, 2)})
+    assert costs.forward == (1, 1, 3, 4)
+    assert costs.output_bytes == ((4, 0), (4, 0), (0, 0), (0, 0))
+    assert costs.launch == (0, 0, 0.1, 0.1)
+    assert costs.skip_sizes == (((0, 1), 5), ((2, 3), 6))
+    assert (costs.network, costs.all_reduce) == (network, "tree")
+    for changed, message in (
+        ({"network": ps.Network(bandwidth=9)}, "costs of 'vision' and 'language' .* network= to"),
+        ({"recompute": 1}, "recompute is missing in the costs of 'language', whose"),
+        ({"input_grad": 1, "weight_grad": 1}, "input_grad is missing in the costs of 'language'"),
+        ({"forward": (1, 2, 3)}, "forward has 3 values in the costs of 'vision', which has 2"),
+    ):
+        own = replace(language, forward=[[3, 4]]) if "recompute" in changed else language
+        with pytest.raises(CostsError, match=message):
+            ps.Costs.concatenate({"vision": (replace(vision, **changed), 2), "language": (own, 2)})
