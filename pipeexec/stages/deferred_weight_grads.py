@@ -13,7 +13,8 @@ Autograd computes the other weight gradients in I:
 - of weights that are computed, frozen or complex, or have hooks;
 - of tensor subclasses, and sparse gradients;
 - of operations without gradients, under `torch.func` or `torch.compile`, or within separate
-  saved-tensor hooks, as in `torch.utils.checkpoint`.
+  saved-tensor hooks, as in `torch.utils.checkpoint`. `pipeexec.stages.split_backward` defers those
+  of compiled graphs.
 
 Under autocast, layers compute in its type, and gradients of weights are cast to the weights' type.
 """

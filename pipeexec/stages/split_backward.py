@@ -8,9 +8,10 @@ two, and each part is compiled by itself:
   stage 0, those that the gradients of several parameters share.
 - W: the others, from saved activations and from values of I.
 
-GraphPP (https://github.com/pytorch/torchtitan) cuts the backward at the same place. Within the
-backward of I, the first part runs, and the tensors that the second reads are kept for W. In every
-other backward both parts run, one after the other.
+GraphPP of torchtitan cuts the same graph, with torch's default partitioner
+(https://github.com/meta-pytorch/autoparallel). Within the backward of I, the first part runs, and
+the tensors that the second reads are kept for W. In every other backward both parts run, one after
+the other.
 
 Names of torch that are not public, but for those of autograd, stand in this file alone.
 """
