@@ -176,7 +176,8 @@ def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
     share = np.divide(forward, separate, out=np.full_like(separate, 0.5), where=separate > 0)
     halves = np.flatnonzero(graph.kinds.overlapped)
     stage, op, first = graph.kinds.stage[halves], graph.kinds.op[halves], both * share
-    of_inputs = np.divide(duration[halves], backward[stage], where=op == Op.I, out=np.ones(len(op)))
+    is_part = (op == Op.I) & (backward[stage] > 0)
+    of_inputs = np.divide(duration[halves], backward[stage], where=is_part, out=np.ones(len(op)))
     second = of_inputs * (both - first)[stage]
     duration[halves] = np.where(op == Op.F, first[stage], second)
 

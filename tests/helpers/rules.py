@@ -193,7 +193,7 @@ def _fetched_after(graph: ps.TaskGraph, uses: set[int]) -> set[int]:
     (device,) = {int(graph.device[use]) for use in uses}
     places = list[list[int]]()
     for task in np.flatnonzero(graph.is_op(LISTED) & (graph.device == device)).tolist():
-        if graph.op[task] == Op.B and graph.kinds.overlapped[graph.kind[task]]:
+        if graph.op[task] in (Op.B, Op.I) and graph.kinds.overlapped[graph.kind[task]]:
             places[-1].append(task)
         else:
             places.append([task])

@@ -80,6 +80,8 @@ def test_forward_and_input_gradient() -> None:
     assert times(timeline, "0F1") == (1, pytest.approx(1.8))
     assert times(timeline, "0I0")[1] == pytest.approx(2.6)
     assert timeline.makespan == pytest.approx(5.6)
+    free = ps.Costs(0, 0, input_grad=0, weight_grad=0, overlapped=2.4)
+    assert ps.simulate(ps.lower(schedule, step="none"), free).makespan == 2.4
 
 
 def test_default_is_the_sum(schedule: ps.Schedule) -> None:
