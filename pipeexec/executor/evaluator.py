@@ -343,7 +343,7 @@ class Evaluator:
             if runner.shares.shapes is not None:  # some process gave Microbatches
                 return rows
             model = self._training.model
-            cut = SequenceCut(self._training.graph.n_slices, model.slice_dim)
+            cut = model.cut(self._training.graph)
             rows, samples = joined_slices(rows, [sizes[k] for k in numbers], cut)
             return joined_output(rows, samples, model.batch_dims)
 

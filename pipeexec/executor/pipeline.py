@@ -37,7 +37,6 @@ from pipeexec.stages.batches import split_batches
 from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.stages.microbatches import Microbatches
 from pipeexec.stages.optimizers import OptimizerFactory
-from pipeexec.stages.sequence_slices import SequenceCut
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -103,6 +102,10 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         Dimension of the positions in every tensor of samples, along which a graph of several slices
         a sequence (``graph.n_slices``) cuts micro-batches: inputs, targets, and outputs of
         `predict`. Modules with attention need `pipeexec.KeyValueCache`.
+    slice_sizes
+        Positions of each slice of a sequence, such as those of
+        `pipesim.Transformer.balanced_slices`; all sequences have their sum. None (the default) for
+        numbers that differ by one at most.
     tied
         Copies of parameters in several stages that are cut by hand, one group a parameter, by stage
         and name in its module: ``[[(0, "embedding.weight"), (3, "head.weight")]]``. They must begin
@@ -195,6 +198,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         cuda_graph: bool = False,
         batch_dims: Mapping[str, int | None] | None = None,
         slice_dim: int = 1,
+        slice_sizes: Sequence[int] | None = None,
         tied: Sequence[Sequence[tuple[int, str]]] | None = None,
         max_grad_norm: float | None = None,
         error_if_nonfinite: bool = True,
@@ -224,6 +228,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 processes=processes,
                 batch_dims=batch_dims,
                 slice_dim=slice_dim,
+                slice_sizes=slice_sizes,
                 is_split=facts is not None,
                 loss_reduction=loss.reduction,
                 parts=(
@@ -490,7 +495,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         inputs = self._checked(inputs)
         check_step_batch(inputs, targets, self.graph, self.devices)
         n, n_shares = self.graph.n_microbatches, len(self.shares.local)
-        cut = SequenceCut(self.graph.n_slices, self.slice_dim)
+        cut = self._model.cut(self.graph)
         split_batches(inputs, targets, n, n_shares, self.batch_dims, cut)
 
     def align(self) -> None:

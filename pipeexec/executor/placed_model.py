@@ -25,7 +25,12 @@ from pipeexec.executor.step_part import StepPart
 from pipeexec.splitting.split_facts import named_model_parameters
 from pipeexec.stages.batches import BatchDims, check_batch_dims
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
-from pipeexec.stages.sequence_slices import check_slice_dim, check_sliceable
+from pipeexec.stages.sequence_slices import (
+    SequenceCut,
+    check_slice_dim,
+    check_slice_sizes,
+    check_sliceable,
+)
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
@@ -128,12 +133,14 @@ class PlacedModel:
         processes: Processes | None,
         batch_dims: BatchDims | None = None,
         slice_dim: int = 1,
+        slice_sizes: Sequence[int] | None = None,
         is_split: bool = False,
         loss_reduction: str,
         parts: Sequence[StepPart],
     ) -> None:
         self.batch_dims = check_batch_dims(batch_dims)
         self.slice_dim = check_slice_dim(slice_dim)
+        self.slice_sizes = check_slice_sizes(slice_sizes)
         self.has_checked_squares = self.has_checked_gradients = False
         self.is_split = is_split
         self.timeout, self.processes = timeout, processes
@@ -178,10 +185,15 @@ class PlacedModel:
 
     def check(self, graph: TaskGraph) -> None:
         """Raise `ArgumentError` unless a graph can be run with all parts."""
+        self.cut(graph)  # refuses other slices
         if graph.n_slices > 1:
             check_sliceable(self.modules, graph.n_stages, graph.n_slices)
         for part in self.parts:
             part.check(graph, self)
+
+    def cut(self, graph: TaskGraph) -> SequenceCut:
+        """Return how the sequences of a graph are cut."""
+        return SequenceCut.of_graph(graph, self.slice_dim, self.slice_sizes)
 
     @contextmanager
     def locked(self, call: str) -> Iterator[None]:

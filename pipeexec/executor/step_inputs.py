@@ -20,7 +20,7 @@ from pipeexec.stages.batches import Batch, BatchDims, check_batch, split_batches
 from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.microbatches import BatchShares, Microbatches, batch_facts
 from pipeexec.stages.module_call import task_seed
-from pipeexec.stages.sequence_slices import SequenceCut
+from pipeexec.stages.sequence_slices import NO_SLICES, SequenceCut
 from pipeexec.stages.split_backward import SplitBackward
 from pipeexec.stages.stage import StageLike
 from pipeexec.stages.step_loss import LossShapes, StepLoss
@@ -220,7 +220,7 @@ def split_inputs(
     number: int,
     processes: Processes | None = None,
     batch_dims: BatchDims = MappingProxyType({}),
-    slice_dim: int = 1,
+    cut: SequenceCut = NO_SLICES,
     is_split: bool = False,
 ) -> StepInputs:
     """Split a batch into micro-batches on their devices; all processes must call this.
@@ -235,7 +235,7 @@ def split_inputs(
         shares.n_microbatches,
         len(shares.local),
         batch_dims,
-        SequenceCut(graph.n_slices, slice_dim),
+        cut,
     )
     if any(batch_dims.values()):  # outputs may have their samples anywhere
         loss.is_checked = True

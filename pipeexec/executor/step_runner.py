@@ -271,7 +271,7 @@ class StepRunner:
                 number=self.n_steps,
                 processes=model.processes,
                 batch_dims=model.batch_dims,
-                slice_dim=model.slice_dim,
+                cut=model.cut(graph),
                 is_split=model.is_split,
             ),
             StepGradients(

@@ -65,7 +65,6 @@ from pipeexec.profiling.task_seconds import (
 from pipeexec.run_options import OF_PROFILE, RunOptions, run_options
 from pipeexec.stages.batches import Batch, repeated_samples, split_batches
 from pipeexec.stages.microbatches import are_microbatches
-from pipeexec.stages.sequence_slices import SequenceCut
 from pipeexec.stages.stage import Stage
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.costs.cost_fields import Buckets
@@ -199,7 +198,7 @@ class Calibration:
         #: Whether backwards are split into I and W.
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
-        self.cut = SequenceCut(graph.n_slices, pipeline.slice_dim)
+        self.cut = pipeline._model.cut(graph)
         if self.cut.n_slices > 1 and are_microbatches(inputs, targets):
             raise ArgumentError(
                 f"inputs or targets are Microbatches, and the graph has n_slices="

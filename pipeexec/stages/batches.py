@@ -30,7 +30,6 @@ from pipeexec.stages.sequence_slices import (
     SequenceCut,
     cut_parts,
     n_positions,
-    slice_sizes,
 )
 from pipesim.errors import ArgumentError, ArgumentTypeError, BatchWarning, suggestion
 from pipesim.utils.caller_warnings import warn_caller
@@ -307,7 +306,7 @@ def split_batches(
     return SplitBatch(
         cut_parts(split.inputs, dims.inputs, size, cut),
         cut_parts(split.targets, dims.targets, size, cut),
-        [n * k for n in split.sizes for k in slice_sizes(size, cut.n_slices)],
+        [n * k for n in split.sizes for k in cut.positions(size)],
     )
 
 

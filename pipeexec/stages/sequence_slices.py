@@ -28,14 +28,43 @@ from torch.overrides import TorchFunctionMode
 from pipeexec.devices.device import Values
 from pipeexec.nesting import Leaf, leaves
 from pipeexec.stages.activations import ActivationMeter, CountedTensor
-from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, check_count, check_flag
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExecutionError,
+    check_count,
+    check_flag,
+    check_list,
+)
+from pipesim.graph import TaskGraph
 
 
 class SequenceCut(NamedTuple):
-    """Number of slices of a sequence, and the dimension of its positions in each tensor."""
+    """Number of slices of a sequence, the dimension of its positions, and positions of each slice.
+
+    Without ``sizes``, numbers of positions differ by one at most.
+    """
 
     n_slices: int = 1
     dim: int = 1
+    sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def of_graph(cls, graph: TaskGraph, dim: int, sizes: tuple[int, ...]) -> SequenceCut:
+        """Return the cut of a graph's sequences, if any; ``sizes`` must suit its slices."""
+        if sizes and graph.n_slices not in (1, len(sizes)):
+            raise ArgumentError(
+                f"slice_sizes has {len(sizes)} slices, but graph {graph.name!r} has "
+                f"n_slices={graph.n_slices}; give the positions of each slice, or leave it out"
+            )
+        return cls(graph.n_slices, dim, sizes if graph.n_slices > 1 else ())
+
+    def positions(self, size: int) -> list[int]:
+        """Return the number of positions of each slice of a sequence of ``size`` positions."""
+        if self.sizes:
+            return list(self.sizes)
+        least, n_larger = divmod(size, self.n_slices)
+        return [least + (k < n_larger) for k in range(self.n_slices)]
 
 
 NO_SLICES = SequenceCut()
@@ -49,6 +78,14 @@ def check_slice_dim(slice_dim: object) -> int:
             f"{slice_dim!r:.80}; 1 for tensors of (batch, positions, ...)"
         )
     return slice_dim
+
+
+def check_slice_sizes(sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the positions of each slice; empty for equal slices."""
+    if sizes is None:
+        return ()
+    listed = check_list("slice_sizes", sizes, "the positions of each slice, or None")
+    return tuple(check_count(f"slice_sizes[{k}]", size) for k, size in enumerate(listed))
 
 
 def n_positions(
@@ -80,6 +117,11 @@ def n_positions(
             f"sequences of {size} positions cannot be cut into {cut.n_slices} slices; give longer "
             "sequences, or a schedule of fewer slices"
         )
+    if cut.sizes and size != sum(cut.sizes):
+        raise ArgumentError(
+            f"sequences have {size} positions, but slice_sizes sum to {sum(cut.sizes)}; give "
+            "sequences of that length, or other slice_sizes"
+        )
     return size
 
 
@@ -95,19 +137,12 @@ def _size(path: str, tensor: Tensor, dim: int, cut: SequenceCut) -> int:
     return tensor.shape[cut.dim]
 
 
-def slice_sizes(size: int, n_slices: int) -> list[int]:
-    """Return the number of positions of each slice, as `torch.tensor_split` cuts them."""
-    least, n_larger = divmod(size, n_slices)
-    return [least + (k < n_larger) for k in range(n_slices)]
-
-
 def cut_parts(
     parts: Sequence[Values], dims: Sequence[int | None], size: int, cut: SequenceCut
 ) -> list[Values]:
     """Return the slices of micro-batches of ``size`` positions, those of the first sequence first.
 
-    - A tensor with samples is cut along the dimension of its positions. Numbers of positions differ
-      by one at most.
+    - A tensor with samples is cut along the dimension of its positions.
     - A tensor that all micro-batches share, such as positions of shape (1, n), is cut if it has as
       many entries there as the sequence has positions. Otherwise every slice gets it whole.
     """
@@ -116,7 +151,7 @@ def cut_parts(
         is_whole = x is None or x.dim() <= cut.dim or (dim is None and x.shape[cut.dim] != size)
         if x is None or is_whole:
             return [x] * cut.n_slices
-        return x.tensor_split(cut.n_slices, cut.dim)
+        return x.split_with_sizes(cut.positions(size), cut.dim)
 
     slices: list[Values] = []
     for part in parts:

@@ -291,6 +291,22 @@ def test_a_smaller_batch_is_evaluated() -> None:
         subject.step(*tokens())  # the training graph is as before
 
 
+def test_slices_of_given_sizes() -> None:
+    """Such as those of equal seconds: a step, an evaluation and a prediction of the model."""
+    batch = tokens()
+    length = batch[0].shape[1]
+    graph = ps.lower(ps.schedule("seq1f1b", 2, 6, n_slices=3))
+    check(graph, batch, slice_sizes=[length - 4, 3, 1])
+    _, stages = small_gpt(2)
+    with pytest.raises(ArgumentError, match=r"slice_sizes has 2 slices, but graph .* n_slices=3"):
+        pipeline(stages, graph, token_loss, slice_sizes=[length - 1, 1])
+    with (
+        pipeline(stages, graph, token_loss, slice_sizes=[1, 1, 1]) as subject,
+        pytest.raises(ArgumentError, match=f"have {length} positions, but slice_sizes sum to 3"),
+    ):
+        subject.evaluate(*batch)
+
+
 def test_other_graphs_run_the_same_stages() -> None:
     """With slices and without, in turns; gradients add up."""
     model, stages = small_gpt(2)
