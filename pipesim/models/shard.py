@@ -32,8 +32,8 @@ from pipesim.models.shard_sizes import (
     per_stage,
     recomputes,
     routed_matrices,
+    sent_states,
     shared_matrices,
-    stage_keys,
     stage_parameters,
 )
 from pipesim.models.stage_memory import (
@@ -415,7 +415,7 @@ class Shard(Parallel):
             cached = model.kv_rank + model.rope_head_size
         kv_cache = model.bytes_per_activation * self.tokens * cached
         return {
-            "output_bytes": tuple(self.output_bytes * x.outputs for x in stage_keys(own, sizes)),
+            "output_bytes": tuple(self.output_bytes * n for n in sent_states(own, sizes)),
             "activation_bytes": per_stage(
                 own,
                 sizes,
@@ -423,7 +423,7 @@ class Shard(Parallel):
                 self.embedding_activation_bytes,
                 self.head_activation_bytes,
                 experts=self.expert_layer_activation_bytes,
-                mtp=kept_bytes(mtp_operations(self)),
+                mtp=kept_bytes(mtp_operations(self)) if model.mtp_layers else 0.0,
             ),
             # Embedding: the gradient of its output. Head: its input and the gradient of the logits;
             # MTP: input and output of its map.

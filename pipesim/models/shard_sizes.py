@@ -162,6 +162,11 @@ def stage_keys(shard: Shard, sizes: Sequence[int]) -> list[StageKey]:
     return keys
 
 
+def sent_states(shard: Shard, sizes: Sequence[int]) -> list[int]:
+    """Return the number of hidden states in the output of each stage."""
+    return [stage.outputs for stage in shard.modules] or [1] * len(sizes)
+
+
 def per_stage(
     shard: Shard,
     sizes: Sequence[int],
@@ -211,17 +216,17 @@ def dense_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
     Losses of a stage share its LM head. Beside the first stage, one with MTP has a copy of the
     embedding, and so has one with a tied head.
     """
-    model, embedding = shard.model, shard.embedding_parameters
+    model, head = shard.model, shard.head_parameters
     matrix = model.vocabulary_size * model.hidden_size / shard.tensor_parallel
+    parts = (
+        shard.layer_parameters, shard.embedding_parameters, 0.0, shard.expert_layer_parameters,
+        shard.mtp_input_parameters if model.mtp_layers else 0.0,
+    )  # fmt: skip
 
     def total(key: StageKey) -> float:
-        layers = key.total(
-            shard.layer_parameters, embedding, 0.0, shard.expert_layer_parameters,
-            shard.mtp_input_parameters,
-        )  # fmt: skip
         uses = key.mtp or (key.losses and model.tied_embeddings)
         copied = matrix if uses and not key.is_first else 0.0
-        return layers + shard.head_parameters * (key.losses > 0) + copied
+        return key.total(*parts) + head * (key.losses > 0) + copied
 
     return tuple(map(total, stage_keys(shard, sizes)))
 

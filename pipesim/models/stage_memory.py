@@ -346,9 +346,8 @@ def stage_workspaces(shard: Shard, sizes: Sequence[int]) -> dict[str, tuple[floa
 @lru_cache(maxsize=256)
 def _workspaces(shard: Shard) -> Callable[[StageKey], tuple[float, float]]:
     """Return the workspace of F and of B of a stage as a function that keeps its results."""
-    embedding, head, mtp = (
-        x(shard) for x in (embedding_operations, head_operations, mtp_operations)
-    )
+    embedding, head = embedding_operations(shard), head_operations(shard)
+    mtp = mtp_operations(shard) if shard.model.mtp_layers else ()
     dense, experts = linear_elements(shard)
     copies = 2 * shard.operand_bytes if shard.precision in FORMATS else 0.0
 

@@ -49,6 +49,7 @@ from pipesim.models.shard_sizes import (
     optimizer_parameters,
     per_stage,
     recomputes,
+    sent_states,
     stage_keys,
     stage_parameters,
 )
@@ -284,12 +285,15 @@ class GpuSeconds:
     @cached_property
     def parts(self) -> tuple[float, float, float]:
         """See `StageSeconds`."""
-        layer, embedding, head, mtp = (
-            sum(self._seconds(work[name]) for name in ("forward", "backward"))
-            for work in (self._layer, self._embedding, self._head, self._mtp)
-        )
+
+        def both(work: dict[str, _Work]) -> float:
+            return sum(self._seconds(work[name]) for name in ("forward", "backward"))
+
+        layer, embedding, head = map(both, (self._layer, self._embedding, self._head))
         model, experts = self.shard.model, self._expert_layer_seconds
-        head += model.mtp_layers * (head + mtp + (experts if model.n_expert_layers else layer))
+        if model.mtp_layers:
+            own = head + both(self._mtp) + (experts if model.n_expert_layers else layer)
+            head += model.mtp_layers * own
         return mean_layer(model, layer, experts), embedding, head
 
     @property
@@ -309,15 +313,16 @@ class GpuSeconds:
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """See `StageSeconds`."""
         kept, rows = self._kept, []
-        keys = stage_keys(self.shard, sizes)
-        for key in keys:
+        sent = sent_states(self.shard, sizes)
+        messages = {n: self._message_seconds(n) for n in {*sent}}
+        for key in stage_keys(self.shard, sizes):
             if key not in kept:
                 kept[key] = tuple(self._seconds(self._of_stage(name, key)) for name in _FIELDS)
             rows.append(kept[key])
         return {
             **dict(zip(_FIELDS, zip(*rows, strict=True), strict=True)),
             "optimizer_step": self._optimizer_steps(sizes),
-            "output_seconds": tuple(self._message_seconds(key.outputs) for key in keys),
+            "output_seconds": tuple(messages[n] for n in sent),
             **expert_fields(self.shard, sizes, self.network),
             **self._unshared_steps(sizes),
         }
@@ -335,7 +340,8 @@ class GpuSeconds:
                 key.n_experts,
                 before=self._embedding[name].busy * key.is_first
                 + self._layer[name].busy * key.n_dense,
-                after=self._head[name].busy * key.losses + self._mtp[name].busy * key.mtp,
+                after=self._head[name].busy * key.losses
+                + (self._mtp[name].busy * key.mtp if key.mtp else 0.0),
                 parts=self._segment_works[name],
                 is_backward=name != "forward",
             )
