@@ -27,7 +27,7 @@ from pipeexec.executor.step_runner import MicrobatchLoss, StepRunner
 from pipeexec.nesting import Leaf, leaves, mapped, tensors_in
 from pipeexec.stages.batches import NO_DIMS, Batch, BatchDims, dims_by_path, sample_dims
 from pipeexec.stages.microbatches import Microbatches, are_microbatches
-from pipeexec.stages.module_call import Seed
+from pipeexec.stages.module_call import Seed, own_output
 from pipeexec.stages.recompute import Buffers
 from pipeexec.stages.sequence_slices import SequenceCut, positions_of
 from pipeexec.stages.stage import Stage
@@ -97,6 +97,14 @@ class MicrobatchResult(MicrobatchLoss):
         assert self.step is not None
         self.outputs[self.step.inputs.shares.number(replica, microbatch)] = output
         return torch.zeros(())
+
+    def of_stage(
+        self, stage: int, replica: int, output: object, microbatch: int
+    ) -> tuple[object, Tensor | None]:
+        """Return the output of a stage, and its loss; none in a prediction."""
+        if self.outputs is None:
+            return super().of_stage(stage, replica, output, microbatch)
+        return own_output(stage, output)[0], None
 
 
 class _ForwardStage(Stage):
@@ -176,8 +184,9 @@ class ForwardRunner(StepRunner):
     def _check(self, inputs: Batch | None, targets: Any) -> None:
         predicts = self._microbatch_loss.outputs is not None
         check_batch_is_here(
-            inputs, targets, self.graph, self.model.devices, needs_targets=not predicts
-        )
+            inputs, targets, self.graph, self.model.devices, self.loss.of_stages,
+            needs_targets=not predicts,
+        )  # fmt: skip
 
     def _prepare(self, inputs: Batch | None, targets: Any) -> Step:
         step = super()._prepare(inputs, targets)

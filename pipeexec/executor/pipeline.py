@@ -32,7 +32,7 @@ from pipeexec.executor.step_memory import MemoryMethods
 from pipeexec.executor.step_result import ProcessResult, StepResult, gathered_result, merge_results
 from pipeexec.executor.step_runner import StepRunner
 from pipeexec.executor.tied_parameters import TiedParameters
-from pipeexec.splitting.split_facts import split_facts
+from pipeexec.splitting.split_facts import SplitFacts, split_facts
 from pipeexec.stages.batches import split_batches
 from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.stages.microbatches import Microbatches
@@ -43,6 +43,7 @@ from pipesim.errors import (
     ExecutionError,
     check_count,
     check_flag,
+    check_function,
     check_list,
     check_numbers,
     check_type,
@@ -72,6 +73,11 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         one of these and a dict of metrics, which are in ``result.metrics``. After the
         first step it is called twice more, with several micro-batches at once, to check that their
         losses combine.
+    stage_losses
+        Further losses, by stage: ``{2: mtp_loss}``. The module of such a stage returns a pair: its
+        output for the next stage, and what ``mtp_loss(predictions, targets)`` takes. That returns
+        as ``loss_fn`` does, but no count. The step trains on the sum of all losses; see
+        ``result.stage_losses``. With ``processes``, those of such a stage need the targets, too.
     optimizer
         Called with a stage's parameters, returns its `torch.optim.Optimizer`. A function whose
         first parameter is called ``named_parameters`` gets pairs of name and parameter. STEP runs
@@ -203,6 +209,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         max_grad_norm: float | None = None,
         error_if_nonfinite: bool = True,
         grad_scaler: GradScaler | None = None,
+        stage_losses: Mapping[int, Loss] | None = None,
     ) -> None:
         with guard_processes(processes):
             _check_timeout(timeout)
@@ -214,9 +221,15 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                     "cuda_graph=True runs in one process: headers of messages between processes "
                     "are checked by the host; leave it out"
                 )
-            loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph)
             listed = check_list("stages", stages, "one nn.Module a stage of the graph")
             facts = split_facts(listed)
+            of_stages = {
+                stage: LossFunction(function, loss_reduction, on_device=cuda_graph)
+                for stage, function in _checked_losses(stage_losses, graph, facts).items()
+            }
+            loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph, of_stages=of_stages)
+            if processes is not None:
+                processes.agree("the stages of stage_losses", sorted(of_stages))
             self._ordered = None if facts is None else facts.ordered
             self._model = PlacedModel(
                 listed,
@@ -323,7 +336,12 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             )
         with self._model.locked("loss_fn"):
             self._runner.set_loss(
-                LossFunction(function, self.loss_reduction, on_device=self.cuda_graph)
+                LossFunction(
+                    function,
+                    self.loss_reduction,
+                    on_device=self.cuda_graph,
+                    of_stages=self._runner.loss.of_stages,
+                )
             )
 
     @property
@@ -493,7 +511,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             A batch as for `step`.
         """
         inputs = self._checked(inputs)
-        check_step_batch(inputs, targets, self.graph, self.devices)
+        check_step_batch(inputs, targets, self.graph, self.devices, self._runner.loss.of_stages)
         n, n_shares = self.graph.n_microbatches, len(self.shares.local)
         cut = self._model.cut(self.graph)
         split_batches(inputs, targets, n, n_shares, self.batch_dims, cut)
@@ -632,6 +650,38 @@ def _check_timeout(timeout: float | None) -> None:
             "timeout must be a positive number of seconds, or None to wait for ever, got "
             f"{timeout!r}"
         )
+
+
+def _checked_losses(
+    losses: Mapping[int, Loss] | None, graph: TaskGraph, facts: SplitFacts | None
+) -> Mapping[int, Loss]:
+    """Return ``stage_losses``, if they are of stages that can have a loss of their own."""
+    if losses is None:
+        return {}
+    if not isinstance(losses, Mapping):
+        raise ArgumentTypeError(
+            "stage_losses must be losses by stage, such as {2: mtp_loss}, got "
+            f"{type(losses).__name__}"
+        )
+    last = graph.n_stages - 1
+    for stage, function in losses.items():
+        if check_count("stage_losses: a stage", stage, 0) >= last:
+            raise ArgumentError(
+                f"stage_losses names stage {stage}; the loss of the last of {last + 1} stages is "
+                f"loss_fn, and those before it are 0..{last - 1}"
+            )
+        check_function(f"stage_losses[{stage}]", function, "loss(predictions, targets)")
+        if stage in graph.sharded:
+            raise ArgumentError(
+                f"stage_losses names stage {stage}, whose embedding is sharded; give the loss to "
+                "another stage"
+            )
+    if losses and facts is not None:
+        raise ArgumentError(
+            "stage_losses are for stages cut by hand, whose modules return a pair of output and "
+            "predictions; those of pipeexec.split return what the next stage takes"
+        )
+    return losses
 
 
 def _check_graph(graph: TaskGraph) -> None:

@@ -38,7 +38,11 @@ from pipesim.utils.caller_warnings import warn_caller
 
 
 def check_step_batch(
-    inputs: Batch | None, targets: Any, graph: TaskGraph, devices: Sequence[Device]
+    inputs: Batch | None,
+    targets: Any,
+    graph: TaskGraph,
+    devices: Sequence[Device],
+    loss_stages: Iterable[int] = (),
 ) -> None:
     """Raise unless a step can train on a batch, and this process has the tensors that it needs."""
     if graph.forward_only:
@@ -51,7 +55,7 @@ def check_step_batch(
             "a step trains, but was called under torch.no_grad() or torch.inference_mode(); "
             "call it outside"
         )
-    check_batch_is_here(inputs, targets, graph, devices)
+    check_batch_is_here(inputs, targets, graph, devices, loss_stages)
 
 
 def check_batch_is_here(
@@ -59,19 +63,21 @@ def check_batch_is_here(
     targets: Any,
     graph: TaskGraph,
     devices: Sequence[Device],
+    loss_stages: Iterable[int] = (),
     *,
     needs_targets: bool = True,
 ) -> None:
-    """Raise unless a batch is valid, and this process has the tensors that it needs."""
+    """Raise unless a batch is valid, and this process has the tensors that it needs.
+
+    ``loss_stages`` are the stages before the last one that have a loss.
+    """
     check_batch(inputs, targets)
-    rows = [("inputs", inputs, 0), ("targets", targets, -1)]
-    for name, batch, stage in rows if needs_targets else rows[:1]:
+    rows = [("inputs", inputs, 0, "the first stage"), ("targets", targets, -1, "the last stage")]
+    rows += [("targets", targets, k, f"stage {k}, which has a loss") for k in loss_stages]
+    for name, batch, stage, text in rows if needs_targets else rows[:1]:
         where = {devices[d] for d in graph.homes[:, stage]}
         if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
-            raise ArgumentError(
-                f"{name} are None, but this process has the "
-                f"{'first' if stage == 0 else 'last'} stage; give them here"
-            )
+            raise ArgumentError(f"{name} are None, but this process has {text}; give them here")
 
 
 def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
@@ -244,13 +250,18 @@ def split_inputs(
     microbatches: list[Values] = [()] * n_microbatches
     for index, values in zip(numbers, to_devices(inputs_split, first), strict=True):
         microbatches[index] = values
-    labels: list[Any] = [None] * n_microbatches
     on_last = [device.type != "meta" for device in last]
-    tensors = to_devices(targets_split, last)
     forms = targets if isinstance(targets, Microbatches) else [targets] * len(numbers)
-    for index, label, form, is_here in zip(numbers, tensors, forms, on_last, strict=True):
-        if is_here and targets is not None:
-            labels[index] = with_tensors(form, label)
+
+    def labels_on(torch_devices: Sequence[torch.device]) -> list[Any]:
+        """Return the targets of each micro-batch; None for those of other processes."""
+        labels: list[Any] = [None] * n_microbatches
+        tensors = to_devices(targets_split, torch_devices)
+        for index, label, form, device in zip(numbers, tensors, forms, torch_devices, strict=True):
+            if device.type != "meta" and targets is not None:
+                labels[index] = with_tensors(form, label)
+        return labels
+
     facts = batch_facts(inputs, targets)
     weights = shares.agree(
         [] if inputs is None else sizes, [] if targets is None else sizes, processes, facts
@@ -258,7 +269,7 @@ def split_inputs(
     step_loss = StepLoss(
         loss,
         weights,
-        labels,
+        labels_on(last),
         shares,
         graph.n_batches,
         [device.torch_device for device in devices if not isinstance(device, RemoteDevice)],
@@ -266,6 +277,9 @@ def split_inputs(
         [index for index, is_here in zip(numbers, on_last, strict=True) if is_here],
         device_ranks([devices[d] for d in graph.homes[:, -1]], processes.rank if processes else 0),
     )
+    for stage in loss.of_stages:
+        own = [devices[d].torch_device for d in homes[:, stage]]
+        step_loss.stage_targets[stage] = labels_on(own)
     if facts is not None:
         if facts.weights is not None and loss.reduction == "sum":
             raise ArgumentError(

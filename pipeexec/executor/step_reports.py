@@ -18,6 +18,7 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.remote_messages import agree_on_graph, agree_on_messages
 from pipeexec.executor.step import Step, task_place
 from pipeexec.executor.step_result import ProcessResult, merge_results
+from pipeexec.stages.module_call import OutputAlone
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -183,6 +184,10 @@ class ProcessReports:
             modules = list(self.model.modules)
             for part in self.model.parts:
                 modules = [part.shape_module(module) for module in modules]
+            for slot, module in enumerate(modules):
+                stage = slot % self.graph.n_stages
+                if stage in step.inputs.loss.function.of_stages:
+                    modules[slot] = OutputAlone(stage, module)
             if len(self._messages) >= _MOST_SHAPES:
                 del self._messages[next(iter(self._messages))]
             self._messages[self.shapes] = agree_on_messages(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeexec.devices.clocks import Clocks
 from pipeexec.devices.streams import Event
-from pipeexec.stages.loss_function import MetricSum
+from pipeexec.stages.loss_function import MetricSum, stage_loss_name
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -260,8 +260,8 @@ class StepResult:
     Attributes
     ----------
     losses
-        Share of each micro-batch in the loss of its mini-batch. With several processes: of the
-        micro-batches whose last stage is in this process.
+        Share of each micro-batch in the loss of its mini-batch, without `stage_losses`. With
+        several processes: of the micro-batches whose last stage is in this process.
     timeline
         Start and end of each task; NaN for tasks of other processes. On a GPU, a task of an eager
         step starts when its stream reaches it. If the host is late, the duration includes the time
@@ -296,6 +296,10 @@ class StepResult:
     skipped
         Whether no optimizer stepped, since a gradient was not finite; see ``grad_scaler`` of
         `pipeexec.Pipeline`.
+    loss_stages
+        Stages before the last one that have a loss of their own.
+    lacks_losses
+        Whether some of these stages are in other processes; False after `Pipeline.gather`.
 
     Examples
     --------
@@ -323,6 +327,8 @@ class StepResult:
     metric_sums: Mapping[str, MetricSum] = field(default_factory=dict)
     grad_norm: Tensor | None = None
     skipped: bool = False
+    loss_stages: tuple[int, ...] = ()
+    lacks_losses: bool = False
 
     if not TYPE_CHECKING:
 
@@ -350,11 +356,24 @@ class StepResult:
     def loss(self) -> Tensor:
         """Loss of the whole batch, or mean loss of its mini-batches; a tensor without dimensions.
 
-        If a last stage is in another process, it raises `ExecutionError` before `Pipeline.gather`.
+        It is the sum of that of the last stage and of `stage_losses`. If a stage with a loss is in
+        another process, it raises `ExecutionError` before `Pipeline.gather`.
         """
         self._check_complete("the loss is")
         first = self.losses[0]
-        return torch.stack([loss.to(first.device) for loss in self.losses]).sum() / self.n_losses
+        loss = torch.stack([loss.to(first.device) for loss in self.losses]).sum()
+        for stage in self.loss_stages:
+            for total in self.metric_sums[stage_loss_name(stage)].totals:
+                loss = loss + (total.to(first) if isinstance(total, Tensor) else total)
+        return loss / self.n_losses
+
+    @property
+    def stage_losses(self) -> dict[int, float]:
+        """Loss of each stage of ``stage_losses`` of `pipeexec.Pipeline`, over all micro-batches.
+
+        They are among `metrics`, and raise as those do.
+        """
+        return {stage: self.metrics[stage_loss_name(stage)] for stage in self.loss_stages}
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -394,7 +413,7 @@ class StepResult:
     @property
     def _is_complete(self) -> bool:
         """Whether this process has the losses of all micro-batches."""
-        return len(self.losses) >= self.n_microbatches
+        return len(self.losses) >= self.n_microbatches and not self.lacks_losses
 
     def _check_complete(self, what: str) -> None:
         if not self._is_complete:
@@ -453,6 +472,7 @@ def gathered_result(result: StepResult, merged: ProcessResult) -> StepResult:
         },
         grad_norm=result.grad_norm,
         skipped=result.skipped,
+        loss_stages=result.loss_stages,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage, check_hooks, sync_from_first
+from pipeexec.devices.device import RemoteDevice
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
@@ -43,7 +44,7 @@ from pipeexec.stages.activations import ActivationCounter
 from pipeexec.stages.batches import Batch, warn_of_squares
 from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.microbatches import BatchShares, are_microbatches
-from pipeexec.stages.module_call import WeightVersions
+from pipeexec.stages.module_call import ModuleCaller, WeightVersions, own_output
 from pipeexec.stages.restore import restore_afterwards
 from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ExecutionError
@@ -64,9 +65,7 @@ class MicrobatchLoss:
 
     def __call__(self, replica: int, output: object, microbatch: int) -> Tensor:
         """Return the weighted loss of a micro-batch, and store it in the step."""
-        step = self.step
-        if step is None:
-            raise ExecutionError("the step of this task was abandoned, as an error says")
+        step = self._running_step()
         number = step.inputs.shares.number(replica, microbatch)
         loss = step.inputs.loss.microbatch_loss(number, output)
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -79,6 +78,26 @@ class MicrobatchLoss:
                     "not use the output"
                 )
         return loss
+
+    def of_stage(
+        self, stage: int, replica: int, output: object, microbatch: int
+    ) -> tuple[object, Tensor | None]:
+        """Return the output of a stage with a loss of its own, and that loss, weighted."""
+        step = self._running_step()
+        own, predictions = own_output(stage, output)
+        number = step.inputs.shares.number(replica, microbatch)
+        loss = step.inputs.loss.stage_loss(stage, number, predictions)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ExecutionError(
+                f"the loss of stage {stage} (stage_losses) does not depend on any parameter by "
+                "operations that torch can differentiate; look for detach(), no_grad() or item()"
+            )
+        return own, loss
+
+    def _running_step(self) -> Step:
+        if self.step is None:
+            raise ExecutionError("the step of this task was abandoned, as an error says")
+        return self.step
 
 
 #: Issues the tasks of a step, and waits for them; `Step.walk` does.
@@ -152,7 +171,7 @@ class StepRunner:
         for part in self.model.parts:
             special.update(part.make_stages(graph, arguments, trains=self.trains))
         size, delayed = self.shares.batch_size, graph.weight_versions == "double_buffered"
-        return [
+        stages = [
             special[slot]
             if slot in special
             else self.stage_type(
@@ -163,6 +182,11 @@ class StepRunner:
             )
             for slot, x in enumerate(arguments)
         ]
+        for slot, stage in enumerate(stages):
+            if isinstance(stage, ModuleCaller) and slot % n in self.loss.of_stages:
+                call = partial(self._microbatch_loss.of_stage, slot % n, slot // n)
+                stage.output_loss = call
+        return stages
 
     def set_loss(self, loss: LossFunction) -> None:
         """Take another loss function for the next steps."""
@@ -198,8 +222,14 @@ class StepRunner:
         losses, nan_losses = copy_losses(step.inputs.loss.loss_shares())
         warn_of_nan(nan_losses, self.n_steps - 1)
         held = tuple(held.peak for held in self.held)
+        own, graph = self.loss.of_stages, self.graph
         fields: dict[str, Any] = {
             "losses": losses,
+            "loss_stages": tuple(own),
+            "lacks_losses": any(
+                isinstance(self.model.devices[d], RemoteDevice)
+                for d in graph.homes[:, [*own]].ravel()
+            ),
             "peak_held": held,
             "host_seconds": step.events.host_seconds,
             "n_losses": step.inputs.loss.n_losses,
@@ -294,7 +324,7 @@ class StepRunner:
         return step
 
     def _check(self, inputs: Batch | None, targets: Any) -> None:
-        check_step_batch(inputs, targets, self.graph, self.model.devices)
+        check_step_batch(inputs, targets, self.graph, self.model.devices, self.loss.of_stages)
 
     def _prepare_modules(self, step: Step) -> None:
         """Give copies of a stage the values of the first, and let parts prepare the step."""

@@ -286,7 +286,7 @@ class ExpertStage(Stage):
         if number < self.last:
             return self._route(state, self.parts.layers[layer], output)
         if self.loss_fn is None:
-            return self._output_tensors(output)
+            return self._output_tensors(output, microbatch)
         loss = self.loss_fn(output, microbatch)
         self._loss_gradient = torch.full_like(loss, self.loss_scale)
         return (loss,)

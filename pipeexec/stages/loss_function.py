@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -112,6 +113,8 @@ class LossFunction:
         The user's, and how the losses of samples are reduced if it returns no count.
     on_device
         Whether a count must be a tensor, as a CUDA graph needs.
+    of_stages
+        Functions of stages before the last one that have a loss of their own, by stage.
 
     Attributes
     ----------
@@ -125,11 +128,17 @@ class LossFunction:
     """
 
     def __init__(
-        self, function: Loss, reduction: Literal["mean", "sum"], *, on_device: bool = False
+        self,
+        function: Loss,
+        reduction: Literal["mean", "sum"],
+        *,
+        on_device: bool = False,
+        of_stages: Mapping[int, LossFunction] = MappingProxyType({}),
     ) -> None:
         check_function("loss_fn", function, "loss_fn(output, targets)")
         check_name("loss_reduction", reduction, ("mean", "sum"))
         self.function, self.reduction, self.on_device = function, reduction, on_device
+        self.of_stages = of_stages
         self.returns_count: bool | None = None
         self.is_checked = self.has_warned_of_shapes = False
 
@@ -224,6 +233,11 @@ def _check_loss(loss: object) -> Tensor:
 
 def _has_metrics(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+
+
+def stage_loss_name(stage: int) -> str:
+    """Return the name of the metric that is the loss of a stage before the last one."""
+    return f"stage_{stage}_loss"
 
 
 def combined_loss(loss: Any) -> Tensor:

@@ -6,6 +6,7 @@ A forward has its own random numbers and the version of the weights that its sch
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -207,6 +208,9 @@ class WeightVersions:
 
 #: Computes the weighted loss from the last stage's output and the number of the micro-batch.
 LossCall = Callable[[object, int], Tensor]
+#: Computes the weighted loss of a stage before the last one from what its module returns and the
+#: number of the micro-batch. Returns the output of the stage, and the loss; None to leave it out.
+OutputLossCall = Callable[[object, int], tuple[object, Tensor | None]]
 #: Source of random numbers: a seed, the state of a generator that a forward drew from, or None for
 #: the process's generator.
 Seed = int | Tensor | None
@@ -234,6 +238,8 @@ class ModuleCaller:
         other tensors; None for a stage that takes tensors, all positional.
     loss_scale
         Gradient of the loss from which backwards start: 1, or that of a gradient scaler.
+    output_loss
+        Loss of a stage before the last one; None without.
     """
 
     def __init__(
@@ -255,6 +261,7 @@ class ModuleCaller:
         self.arguments: Sequence[Arguments] | None = None
         self._loss_gradient = torch.ones(())  # of a loss with respect to itself
         self.loss_scale = 1.0
+        self.output_loss: OutputLossCall | None = None
 
     def _call(
         self,
@@ -285,7 +292,7 @@ class ModuleCaller:
                 outputs: tuple[Tensor, ...] = (self.loss_fn(output, microbatch),)
                 self._loss_gradient = torch.full_like(outputs[0], self.loss_scale)
             else:
-                outputs = self._output_tensors(output)
+                outputs = self._output_tensors(output, microbatch)
         if generator is not None:
             self.is_random.setdefault(training, generator.drew)
         if not is_inference:
@@ -334,8 +341,11 @@ class ModuleCaller:
                 "first"
             )
 
-    def _output_tensors(self, output: object) -> tuple[Tensor, ...]:
-        """Return the module's output as a tuple of tensors."""
+    def _output_tensors(self, output: object, microbatch: int) -> tuple[Tensor, ...]:
+        """Return the module's output as a tuple of tensors, to which a loss of its own is added."""
+        loss = None
+        if self.output_loss is not None:
+            output, loss = self.output_loss(output, microbatch)
         outputs = output if isinstance(output, tuple) else (output,)
         for value in outputs:
             if not isinstance(value, Tensor):
@@ -346,4 +356,53 @@ class ModuleCaller:
                     + "; return the tensors in a tuple, or let pipeexec.split cut the model, whose "
                     "stages pass on nested values"
                 )
-        return outputs
+        if loss is None or not loss.requires_grad:
+            return outputs
+        kinds = [x.is_floating_point() or x.is_complex() for x in outputs]
+        own = itertools.compress(outputs, kinds)
+        with_loss = iter(_AddLoss.apply(loss, self.loss_scale, *own))  # type: ignore[no-untyped-call]
+        return tuple(next(with_loss) if kind else x for kind, x in zip(kinds, outputs, strict=True))
+
+
+def own_output(stage: int, output: object) -> tuple[object, object]:
+    """Return the two values that a stage with a loss of its own returns.
+
+    They are its output, and what its loss takes.
+    """
+    if not isinstance(output, tuple) or len(output) != 2:
+        text = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
+        raise ExecutionError(
+            f"stage {stage} has a loss of its own (stage_losses), so its module must return a "
+            f"pair: its output for the next stage, and what the loss takes; got {text}"
+        )
+    return output
+
+
+class OutputAlone(nn.Module):
+    """Runs a stage with a loss of its own; returns its output for the next stage alone."""
+
+    def __init__(self, stage: int, module: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.module = stage, module
+
+    def forward(self, *args: Any, **kwargs: Any) -> object:
+        """Return the output without what the loss takes."""
+        return own_output(self.stage, self.module(*args, **kwargs))[0]
+
+
+class _AddLoss(torch.autograd.Function):
+    """Returns tensors as they are; their backward is also that of a loss, with a scale.
+
+    So gradients of the loss are part of the stage's own backward, whole or split, as with
+    ``MTPLossAutoScaler`` of Megatron-LM.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, scale: float, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gradient = torch.full_like(loss, scale)
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return ctx.gradient, None, *gradients

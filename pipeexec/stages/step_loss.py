@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from pipeexec.distributed.processes import Processes
 from pipeexec.nesting import leaves, tensors_in, with_tensors
-from pipeexec.stages.loss_function import Count, LossFunction, Metrics, MetricSum, metric_sums
+from pipeexec.stages.loss_function import (
+    Count,
+    LossFunction,
+    Metrics,
+    MetricSum,
+    metric_sums,
+    stage_loss_name,
+)
 from pipeexec.stages.microbatches import BatchShares, shapes_beyond_samples
 from pipesim.errors import ExecutionError
 
@@ -290,8 +297,10 @@ class StepLoss:
         #: Number of losses that `StepResult.loss` is a mean of.
         self.n_losses = n_batches if is_mean else 1
         self.losses: list[Tensor | None] = [None] * len(sizes)
-        #: Metrics of each micro-batch; empty without metrics.
-        self._metrics: dict[int, Metrics] = {}
+        #: Targets of each micro-batch on the device of a stage with a loss of its own, by stage.
+        self.stage_targets: dict[int, Sequence[Any]] = {}
+        #: Metrics of each micro-batch, by stage (-1 for the last); empty without metrics.
+        self._metrics: dict[int, dict[int, Metrics]] = {}
         self._counts: list[_LossCounts | None] = [None] * len(sizes)
         self._gpus = [x for x in dict.fromkeys(devices) if x.type == "cuda"]
         self._totals: dict[int, float] = {}
@@ -317,6 +326,13 @@ class StepLoss:
             self._processes.publish(f"{self._name}/is", float(count is not None))
         if count is None:
             loss = loss * self.weights[microbatch]
+        elif self.function.of_stages:
+            raise ExecutionError(
+                f"loss_fn returned (sum, count), but {_stages_text(self.function.of_stages)} by "
+                "stage_losses, and gradients that add up cannot be divided by counts of several "
+                "losses; let loss_fn return a mean, and give the counts as weights: "
+                "px.Microbatches(targets, weights=[number of tokens of each])"
+            )
         else:
             self._note_count(microbatch, count)
         self.losses[microbatch] = loss.detach()
@@ -324,11 +340,28 @@ class StepLoss:
             self.check.note(microbatch, output)
         return loss if self.gradient_weight == 1.0 else loss * self.gradient_weight
 
-    def _note_metrics(self, microbatch: int, metrics: Metrics) -> None:
+    def stage_loss(self, stage: int, microbatch: int, predictions: object) -> Tensor:
+        """Return the loss of a stage before the last one, weighted as `microbatch_loss` is.
+
+        It is kept as a metric, whose sum over micro-batches is the loss of the stage.
+        """
+        function, targets = self.function.of_stages[stage], self.stage_targets[stage]
+        loss, count, metrics = function.with_metrics(predictions, targets[microbatch])
+        if count is not None:
+            raise ExecutionError(
+                f"the loss of stage {stage} (stage_losses) returned (sum, count); return a mean "
+                "over samples as loss_fn does, or sums with loss_reduction='sum'"
+            )
+        own: Metrics = {stage_loss_name(stage): (loss.detach(), None)}
+        self._note_metrics(microbatch, own | (metrics or {}), stage)
+        return loss * (self.weights[microbatch] * self.gradient_weight)
+
+    def _note_metrics(self, microbatch: int, metrics: Metrics, stage: int = -1) -> None:
         """Keep the metrics of a micro-batch, which are the same as those of others."""
         with self._lock:
-            self._metrics[microbatch] = metrics
-            first = next(iter(self._metrics.values()))
+            rows = self._metrics.setdefault(stage, {})
+            rows[microbatch] = metrics
+            first = next(iter(rows.values()))
         forms = [{name: x is None for name, (_, x) in row.items()} for row in (first, metrics)]
         if forms[0] != forms[1]:
             raise ExecutionError(
@@ -339,10 +372,10 @@ class StepLoss:
 
     def metric_sums(self) -> dict[str, MetricSum]:
         """Return the sums of each metric over the micro-batches of this process."""
-        if not self._metrics:
-            return {}
-        numbers = range(len(self.sizes))
-        return metric_sums([self._metrics.get(k) for k in numbers], self.weights)
+        sums: dict[str, MetricSum] = {}
+        for rows in self._metrics.values():
+            sums |= metric_sums([rows.get(k) for k in range(len(self.sizes))], self.weights)
+        return sums
 
     def _note_count(self, microbatch: int, count: Count) -> None:
         """Keep a count. With the last of a mini-batch, publish their sum if all are on the host.
@@ -500,6 +533,12 @@ class StepLoss:
     def _local_sum(self, batch: int) -> float:
         counts = [self._counts[k] for k in self._local_microbatches(batch)]
         return math.fsum(_to_float(x) for x in counts if x is not None)
+
+
+def _stages_text(stages: Iterable[int]) -> str:
+    numbers = sorted(stages)
+    names = ", ".join(map(str, numbers))
+    return f"stages {names} have losses" if len(numbers) > 1 else f"stage {names} has a loss"
 
 
 def _weights(sizes: Sequence[float], numbers: np.ndarray[Any, Any]) -> list[float]:
