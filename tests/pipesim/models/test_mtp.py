@@ -112,6 +112,7 @@ LAYOUTS = {
     "Et*2|t*2|m*2|L": ((2, 2, 2, 0), (0, 0, 0, 3), (1, 1, 3, 1)),
     "Et*2|t*2m|mL*2|L": ((2, 3, 1, 0), (0, 0, 2, 1), (1, 2, 1, 1)),
     "Et*2|t*2L|mL|mL": ((2, 2, 1, 1), (0, 1, 1, 1), (1, 1, 1, 1)),
+    "Et*4|mL|mL|L": ((4, 1, 1, 0), (0, 1, 1, 1), (1, 2, 1, 1)),
     "Et*4,m|mL|L|L": ((5, 1, 0, 0), (0, 1, 1, 1), (2, 2, 1, 1)),
 }
 
@@ -167,6 +168,13 @@ def test_copies_of_matrices(tied: bool) -> None:
         sum(network.all_reduce(2.0 * matrix, g, "fastest") for g in groups if stage in g)
         for stage in graph.stage[steps]
     ])  # fmt: skip
+    # Each of two devices sums once a group, in STEP of its first stage in it.
+    graph = ps.lower(ps.schedule("interleaved_1f1b", 2, 4, n_chunks=2))
+    steps = graph.op == ps.Op.STEP
+    added = (costs.of(graph).duration - replace(costs, tied_bytes=0.0).of(graph).duration)[steps]
+    pair = network.all_reduce(2.0 * matrix, (0, 1), "fastest")
+    by_stage = dict(zip(graph.stage[steps].tolist(), added.tolist(), strict=True))
+    assert by_stage == pytest.approx({0: pair, 1: pair, 2: pair * (not tied), 3: pair * (not tied)})
     graph = ps.lower(schedule, tied=costs.tied_stages)
     assert set(costs.of(graph).nbytes[graph.op == ps.Op.REDUCE_TIED]) == {2.0 * matrix}
 
