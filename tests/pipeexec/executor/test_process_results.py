@@ -134,7 +134,9 @@ def test_every_field_is_sent_and_merged() -> None:
     local = replace(local, zero=2.0, timeline=replace(local.timeline, issued=TIMELINE.start))
     bare = ProcessResult(0.0, local.timeline, {}, 0.0)
     result = StepResult((), local.timeline, (), 0.0)
-    agreed: dict[str, Any] = {"n_losses": 2, "grad_norm": 1.5, "skipped": True}
+    agreed: dict[str, Any] = {
+        "n_losses": 2, "grad_norm": 1.5, "skipped": True, "loss_stages": (1,)
+    }  # fmt: skip
     read = ProcessResult.unpack(GRAPH, local.pack())
     gathered = gathered_result(replace(result, **agreed), merge_results(GRAPH, [read]))
     names = {x.name for x in fields(ProcessResult)} - {"timeline"}
@@ -145,6 +147,7 @@ def test_every_field_is_sent_and_merged() -> None:
             np.testing.assert_array_equal(getattr(other, name), value, name)
     for name in (names & {x.name for x in fields(StepResult)}) - {"losses"}:
         np.testing.assert_array_equal(getattr(gathered, name), getattr(local, name), name)
-    separate = {"timeline", "part", "metric_sums", "milestones"}  # or empty after `gather`
+    # Others, or empty after `gather`.
+    separate = {"timeline", "part", "metric_sums", "milestones", "lacks_losses"}
     assert {x.name for x in fields(StepResult)} - names - separate == agreed.keys()
     assert {name: getattr(gathered, name) for name in agreed} == agreed
