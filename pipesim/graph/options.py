@@ -505,7 +505,9 @@ class LoweringOptions:
     def checked(cls, kinds: Kinds, n_microbatches: int, **options: Any) -> LoweringOptions:
         """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`."""
         n_stages = int(kinds.stage.max(initial=0)) + 1
-        options["edges"] = checked_edges(options.get("edges") or None, n_stages)
+        edges = options.get("edges", ())
+        is_chain = isinstance(edges, tuple) and not edges
+        options["edges"] = checked_edges(None if is_chain else edges, n_stages)
         options["skips"] = checked_skips(options.get("skips", ()), n_stages)
         record = cls(**options)
         if record.forward_only and kinds.is_op(frozenset({Op.B, Op.I, Op.W, Op.R})).any():

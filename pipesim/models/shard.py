@@ -90,6 +90,12 @@ class Shard(Parallel):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", _checked_documents(self))
+        modules = self.modules if isinstance(self.modules, tuple) else (self.modules,)
+        if not all(isinstance(x, StageModules) for x in modules):
+            raise ArgumentError(
+                f"modules must be those of a layout, got {self.modules!r:.60}; give costs a layout "
+                "string, such as 'Et|tmL'"
+            )
         model, t = self.model, self.tensor_parallel
         has_dense = model.n_expert_layers < model.n_layers
         for name in ("n_heads", "n_kv_heads", *(("ffn_size",) if has_dense else ())):

@@ -90,7 +90,7 @@ def _sequence(value: object) -> bool:
 #: or torch's, of which no bad value is.
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "None": lambda v: v is None,
-    "bool": lambda v: isinstance(v, bool),
+    **dict.fromkeys(("bool", "Merged"), lambda v: isinstance(v, bool)),
     "int": lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool),
     "float": _number,
     **dict.fromkeys(

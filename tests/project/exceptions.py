@@ -138,6 +138,10 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
         for name in ("build", "wire")
         for option in ("skips", "tied", "offload_shares")
     },
+    **{
+        (f"ps.TaskGraph.{name}", "edges"): (("None",), "a chain, as in Placement")
+        for name in ("build", "wire")
+    },
     ("ps.lower", "offload"): (("0",), "the share 0 of the bytes: none"),
     ("ps.Cluster", "memory"): (("1.5", "10**12", "10**30", "float32"), "bytes of a GPU"),
     ("ps.compare", "memory_limit"): (
