@@ -33,13 +33,13 @@ from pipesim.ops import Op
 # Headers
 
 #: First two words of every header: a magic number, and the version of the layout.
-_MAGIC, _VERSION = 0x70697065, 1
+_MAGIC, _VERSION = 0x70697065, 2
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 ]  # fmt: skip
-#: Words before the tensors: magic number, version, the five of `Content`, number of tensors.
-_N_FIELDS = 8
+#: Words before the tensors: magic number, version, the six of `Content`, number of tensors.
+_N_FIELDS = 9
 _STEP_AT = 2
 #: Tensors of a message.
 _CONTENT = {Op.SEND_F: "the output", Op.SEND_B: "the input gradient"}
@@ -50,11 +50,12 @@ class Mismatch(ExecutionError):
 
 
 class Content(NamedTuple):
-    """Identity of a message: its step, its SEND's op and stage, its micro-batch and path."""
+    """Identity of a message: step, its SEND's op and stage, target stage, micro-batch and path."""
 
     step: int
     op: Op
     stage: int
+    target: int
     microbatch: int
     path: int
 
@@ -137,7 +138,7 @@ def check_header(got: Sequence[int], expected: Sequence[int], source: int) -> No
 
 def _describe(words: Sequence[int]) -> str:
     """Return a header as text; its words may be anything."""
-    step, op, stage, microbatch, path = words[2:7]
+    step, op, stage, target, microbatch, path = words[2:8]
     name = Op(op).name if op in set(Op) else f"op {op}"
     on_path = f" on path {path}" if path else ""
     try:
@@ -147,7 +148,10 @@ def _describe(words: Sequence[int]) -> str:
         ]
     except IndexError:
         tensors = ["a garbled list of tensors"]
-    return f"{stage}{name}{microbatch} of step {step}{on_path} ({', '.join(tensors) or 'nothing'})"
+    to = f" to stage {target}" if abs(target - stage) > 1 else ""
+    return (
+        f"{stage}{name}{microbatch}{to} of step {step}{on_path} ({', '.join(tensors) or 'nothing'})"
+    )
 
 
 # Channels over gloo

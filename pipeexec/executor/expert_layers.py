@@ -18,7 +18,12 @@ from pipeexec.devices.device import Device, Values
 from pipeexec.devices.streams import Stream
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.gradient_sync import reduce_gradients
-from pipeexec.executor.op_handlers import convert_collective_errors, for_all_members, task_input
+from pipeexec.executor.op_handlers import (
+    convert_collective_errors,
+    for_all_members,
+    output_gradients,
+    task_input,
+)
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
@@ -149,14 +154,14 @@ def _forward_segment(step: Step, task: PlannedTask) -> None:
 
 
 def _backward_segment(step: Step, task: PlannedTask) -> None:
-    gradients = () if task.source < 0 else step.pop_result(task.source)
+    gradients = output_gradients(step, task)
     step.results[task.id] = _expert_stage(task).backward_segment(
         task.microbatch, task.part, gradients
     )
 
 
 def _input_grad_segment(step: Step, task: PlannedTask) -> None:
-    gradients = () if task.source < 0 else step.pop_result(task.source)
+    gradients = output_gradients(step, task)
     step.results[task.id] = _expert_stage(task).input_grad_segment(
         task.microbatch, task.part, gradients
     )

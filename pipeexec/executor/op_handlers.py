@@ -17,12 +17,23 @@ from pipesim.ops import Op
 
 
 def task_input(step: Step, task: PlannedTask) -> Values:
-    """Return the input of a task: the result of another task, or a micro-batch of the batch."""
-    return (
-        step.inputs.microbatches[task.global_microbatch]
-        if task.source < 0
-        else step.pop_result(task.source)
-    )
+    """Return the input of a task: results of other tasks, or a micro-batch of the batch."""
+    if not task.sources:
+        return step.inputs.microbatches[task.stage.index][task.global_microbatch]
+    parts = [step.pop_source(source, task.microbatch) for source in task.sources]
+    if len(parts) == 1:
+        return parts[0]
+    step.input_counts[task.slot, task.microbatch] = [len(part) for part in parts]
+    return tuple(value for part in parts for value in part)
+
+
+def output_gradients(step: Step, task: PlannedTask) -> Values:
+    """Return the gradients of a stage's outputs, summed over the stages that take them."""
+    rows = [step.pop_source(source, task.microbatch) for source in task.sources]
+    if len(rows) < 2:
+        return rows[0] if rows else ()
+    columns = [[x for x in column if x is not None] for column in zip(*rows, strict=True)]
+    return tuple(sum(column[1:], column[0]) if column else None for column in columns)
 
 
 def _forward(step: Step, task: PlannedTask) -> None:
@@ -42,12 +53,12 @@ def _recompute(step: Step, task: PlannedTask) -> None:
 
 
 def _backward(step: Step, task: PlannedTask) -> None:
-    gradients = () if task.source < 0 else step.pop_result(task.source)
+    gradients = output_gradients(step, task)
     step.results[task.id] = task.stage.backward(task.microbatch, gradients)
 
 
 def _input_grad(step: Step, task: PlannedTask) -> None:
-    gradients = () if task.source < 0 else step.pop_result(task.source)
+    gradients = output_gradients(step, task)
     step.results[task.id] = task.stage.input_grad(task.microbatch, gradients)
 
 
@@ -57,7 +68,7 @@ def _weight_grad(step: Step, task: PlannedTask) -> None:
 
 def _send(step: Step, task: PlannedTask) -> None:
     """Send a result to another device of this process; record the bytes of the message."""
-    values = step.pop_result(task.source)
+    values = step.pop_source(task.sources[0], task.microbatch)
     recv = int(step.graph.pair[task.id])
     target = step.devices[step.graph.device[recv]]
     step.results[task.id] = transfer.send(values, task.device, task.stream, target)

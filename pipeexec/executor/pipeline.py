@@ -60,8 +60,9 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     ----------
     stages
         One module a stage, or the result of `pipeexec.split`. Each takes the output of the stage
-        before: a tensor or a tuple of tensors. With ``processes``, None for stages that run in
-        other processes.
+        before: a tensor or a tuple of tensors. A stage with several edges to it
+        (``Placement(..., edges=)``) takes the outputs of all their sources, in the order of these
+        stages. With ``processes``, None for stages that run in other processes.
     graph
         From `pipesim.lower`; verified first.
     devices
@@ -383,6 +384,11 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 f"{graph!r} places its stages on {_as_text(new_homes)}, this pipeline "
                 f"on {_as_text(homes)}; make a new Pipeline"
             )
+        if graph.edges != self.graph.edges:
+            raise ArgumentError(
+                f"{graph!r} has stages with the edges {list(graph.edges)}, this pipeline "
+                f"{list(self.graph.edges)} ([] is a chain); make a new Pipeline"
+            )
         runner = self._runner
         with self._model.locked_open("with_graph"), guard_processes(self.processes):
             self._model.check(graph)
@@ -409,12 +415,14 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         inputs, targets
             Tensors whose first dimension is the batch, nested in any way in tuples, lists, mappings
             and dataclasses; see the notes. The first stage is called with the elements of a tuple,
-            with a mapping as keyword arguments, or with one other value. ``loss_fn`` gets the
-            targets of a micro-batch nested as they are here. With several processes,
-            ``inputs`` may be None in a process without the first stage, ``targets`` in one without
-            the last. With data-parallel replicas, a process gives the samples of the replicas of
-            which it has a stage, concatenated: in one process, the whole batch; if each replica has
-            separate processes, its share of the batch.
+            with a mapping as keyword arguments, or with one other value. If several stages have no
+            stage before them, inputs are a mapping of their numbers, with such inputs of each:
+            ``{0: images, 1: tokens}``. ``loss_fn`` gets the targets of a micro-batch nested as they
+            are here. With several processes, ``inputs`` may be None in a process without a first
+            stage, and leave out first stages of other processes; ``targets`` may be None in one
+            without the last. With data-parallel replicas, a process gives the samples of the
+            replicas of which it has a stage, concatenated: in one process, the whole batch; if each
+            replica has separate processes, its share of the batch.
         accumulate
             Whether gradients add up, and no optimizer steps. The next step without it adds its own,
             and runs the optimizers: all these steps train as one with their batches together,
@@ -685,7 +693,7 @@ def _checked_losses(
 
 
 def _check_graph(graph: TaskGraph) -> None:
-    """Raise unless a graph is a valid `TaskGraph` of a chain without skips."""
+    """Raise unless a graph is a valid `TaskGraph` with one loss and without skips."""
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
@@ -696,13 +704,14 @@ def _check_graph(graph: TaskGraph) -> None:
             f"graph {graph.name!r} has decode steps, whose tokens pipeexec does not sample; lower "
             "without prompt_slices"
         )
-    if graph.edges:
+    ends = sorted(set(range(graph.n_stages - 1)).difference(source for source, _ in graph.edges))
+    if graph.edges and ends:
         raise ArgumentError(
-            f"graph {graph.name!r} has stages with the edges {list(graph.edges)}, which "
-            "pipeexec.Pipeline does not run: it passes each output to the next stage; take a "
-            "placement without edges"
+            f"stage {ends[0]} of graph {graph.name!r} has no edge from it, which pipeexec.Pipeline "
+            f"takes of the last stage alone; give one, such as ({ends[0]}, {graph.n_stages - 1}): "
+            "a stage with a loss of its own (stage_losses) has an output beside it"
         )
-    if graph.skips:
+    if graph.skips and not graph.edges:
         raise ArgumentError(
             f"graph {graph.name!r} has skip connections {list(graph.skips)}, which "
             "pipeexec.Pipeline does not run; pipeexec.GPipe does, or lower without skips"

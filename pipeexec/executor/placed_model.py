@@ -5,8 +5,11 @@ Pipelines of several graphs share one: `Pipeline.with_graph` makes further pipel
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import Parameter
 from typing import TypeVar
 
 import numpy as np
@@ -82,6 +85,15 @@ def check_stages(
             )
     owner: dict[nn.Parameter, int] = {}
     for index, module in enumerate(stages):
+        sources = [source for source, target in graph.edges if target == index]
+        most = len(sources) if module is None else _most_arguments(module)
+        if len(sources) > most:
+            raise ArgumentError(
+                f"stage {index} has edges from stages {', '.join(map(str, sources))}, so it takes "
+                f"at least {len(sources)} tensors, but the forward of its "
+                f"{type(module).__name__} takes {most}; let it take the outputs of these stages in "
+                "this order, or leave an edge out"
+            )
         for name, parameter in () if module is None else module.named_parameters():
             if owner.setdefault(parameter, index) != index:
                 raise ArgumentError(
@@ -90,6 +102,15 @@ def check_stages(
                     "copy, name the copies in Pipeline(..., tied=[[(0, 'name'), (3, 'name')]]), "
                     f"and lower with tied=[({owner[parameter]}, {index})]; pipeexec.split does so"
                 )
+
+
+def _most_arguments(module: nn.Module) -> float:
+    """Return the number of positional arguments that a module's forward takes at most."""
+    kinds = [x.kind for x in inspect.signature(module.forward).parameters.values()]
+    if Parameter.VAR_POSITIONAL in kinds:
+        return math.inf
+    return sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+               for kind in kinds)  # fmt: skip
 
 
 PartType = TypeVar("PartType", bound=StepPart)

@@ -13,7 +13,7 @@ from pipeexec.devices.gpu_slices import Slice
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.gradient_sync import add_to_group, mark_buckets
 from pipeexec.executor.op_handlers import HANDLERS
-from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync
+from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync, Source
 from pipeexec.executor.remote_messages import RemoteParts
 from pipeexec.executor.step_part import StepPart
 from pipeexec.stages.microbatches import BatchShares
@@ -24,7 +24,7 @@ from pipesim.graph.rules import data_sources
 from pipesim.graph.tasks import Task
 from pipesim.ops import OF_DEVICES, RECVS, Op
 
-#: Possible sources of the input of a task, by operation and part; the first one present counts.
+#: Possible sources of the input of a task; of each row, the first one present counts.
 _data_sources = cache(data_sources)
 
 
@@ -72,7 +72,7 @@ def plan(
             device=devices[task.device],
             stream=devices[task.device].stream(task.stream, blocks=bool(graph.group[index] >= 0)),
             waits=sync_plan.waits(index),
-            source=_source(graph, index),
+            sources=_sources(graph, index),
             handler=_gathering(handler, task, sync, int(sync_plan.groups[task.stage])),
             sync=sync,
         )
@@ -182,17 +182,35 @@ def _gathering(handler: Handler, task: Task, sync: ReplicaSync | None, group: in
     return handler
 
 
-def _source(graph: TaskGraph, index: int) -> int:
-    """Return the task whose result is the input of a task; -1 if there is none.
+def _sources(graph: TaskGraph, index: int) -> tuple[Source, ...]:
+    """Return the tasks whose results are the input of a task; empty if there are none.
 
-    A task without one takes a micro-batch of the batch, or no input.
+    A task without any takes a micro-batch of the batch, or no input.
     """
     op, stage = Op(graph.op[index]), int(graph.stage[index])
     if op in RECVS:
-        return int(graph.pair[index])
+        return (Source(int(graph.pair[index])),)
     needed = {
-        (Op(graph.op[t]), int(graph.stage[t]) - stage): int(t)
+        (Op(graph.op[t]), int(graph.stage[t]) - stage, int(graph.peer_stage[t])): int(t)
         for t in graph.dependencies[index].tolist()
         if graph.microbatch[t] == graph.microbatch[index]
     }
-    return next((needed[x] for x in _data_sources(op, int(graph.part[index])) if x in needed), -1)
+    rows = _data_sources(op, int(graph.part[index]), stage, graph.edges)
+    tasks = (next((needed[x] for x in row if x in needed), -1) for row in rows)
+    return tuple(_source(graph, index, task) for task in tasks if task >= 0)
+
+
+def _source(graph: TaskGraph, index: int, task: int) -> Source:
+    """Return the part of a task's result that is an input of the task ``index``."""
+    if not graph.edges or graph.op[task] not in (Op.F, Op.B, Op.I):
+        return Source(task)
+    stage = int(graph.stage[task])
+    slot = int(graph.replica[task]) * graph.n_stages + stage
+    before, after = ([edge for edge in graph.edges if edge[k] == stage] for k in (1, 0))
+    if graph.op[task] == Op.F:
+        return Source(task, slot, n_consumers=len(after))
+    taker = int(graph.pair[index]) if graph.op[index] == Op.SEND_B else index
+    edge = (int(graph.stage[taker]), stage)
+    if len(before) < 2 or edge not in before:
+        return Source(task, slot)
+    return Source(task, slot, before.index(edge), len(before))

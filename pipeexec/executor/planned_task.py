@@ -16,6 +16,26 @@ if TYPE_CHECKING:
     from pipeexec.executor.step import Step
 
 
+class Source(NamedTuple):
+    """A task whose result is the input of another task, or a part of it.
+
+    Attributes
+    ----------
+    task, slot
+        Number in the graph, and slot of its stage.
+    edge
+        Number of the edge whose tensors are taken, among those to the stage of a backward. -1: all
+        of the result.
+    n_consumers
+        Number of tasks that take the result.
+    """
+
+    task: int
+    slot: int = 0
+    edge: int = -1
+    n_consumers: int = 1
+
+
 class PlannedTask(NamedTuple):
     """Everything that the host needs to issue a task; the same in every step.
 
@@ -32,8 +52,9 @@ class PlannedTask(NamedTuple):
         Whether the micro-batch has an R, and a W, in this stage.
     waits
         Tasks on other streams of this process whose end the stream waits for.
-    source
-        Task whose result is the input; -1 for none, or for a micro-batch of the batch.
+    sources
+        Tasks whose results are the input: one for each edge of stages that brings a part of it, in
+        the order of the stages. Empty if there is none, or for a micro-batch of the batch.
     sync
         The task's part in collectives of replicas, if any.
     remote
@@ -51,10 +72,18 @@ class PlannedTask(NamedTuple):
     device: Device
     stream: Stream
     waits: tuple[int, ...]
-    source: int
+    sources: tuple[Source, ...]
     handler: Handler
     sync: ReplicaSync | None = None
     remote: Remote | None = None
+
+    @property
+    def source(self) -> int:
+        """Number of the task whose result is the input; -1 for none.
+
+        Only F, B and I may have several.
+        """
+        return self.sources[0].task if self.sources else -1
 
     @property
     def copies(self) -> tuple[int, ...]:

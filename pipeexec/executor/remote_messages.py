@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import OF_DEVICES, RECVS, SENDS, Op
+from pipesim.scheduling.placement import Edges, stage_pairs
 
 
 class RemoteParts:
@@ -124,13 +127,14 @@ def expected_messages(
     messages = {}
     for task in tasks:
         if task.remote is not None and task.remote.channel is not None:
-            op, stage = task.remote.channel.route.op, int(graph.stage[task.id])
-            # Stage whose outputs, or their gradients, are in the message.
-            edge = stage - (graph.op[task.id] in (Op.SEND_B, Op.RECV_F))
+            op, pair = task.remote.channel.route.op, (task.id, int(graph.pair[task.id]))
+            # The first stage of an edge: its outputs, or their gradients, are in the message.
+            first, second = sorted(int(graph.stage[t]) for t in pair)
             path = int(graph.replica[task.id])
-            content = Content(0, op, edge + (op is Op.SEND_B), task.microbatch, path)
+            ends = (second, first) if op is Op.SEND_B else (first, second)
+            content = Content(0, op, *ends, task.microbatch, path)
             share = task.global_microbatch // graph.n_microbatches
-            signature = signatures[share][edge][task.microbatch]
+            signature = signatures[share][first][task.microbatch]
             head = header(content, signature)
             messages[task.id] = ExpectedMessage.make(head, signature, waits=graph.rendezvous)
     return messages
@@ -144,7 +148,8 @@ def _channel(task: PlannedTask) -> Channel:
 
 def _checked_values(step: Step, task: PlannedTask) -> tuple[ExpectedMessage, Values]:
     """Return the message of a SEND and its tensors, after a check of their shapes and types."""
-    message, values = step.expected_messages[task.id], step.results[task.source] or ()
+    message = step.expected_messages[task.id]
+    values = step.source_values(task.sources[0], task.microbatch)
     check_values(values, message.signature, f"the output of {step.graph.task(task.id)}")
     return message, values
 
@@ -163,7 +168,7 @@ def _send(step: Step, task: PlannedTask) -> None:
             task.device.adopt(value, task.stream)
     sent = (channel.send if step.graph.rendezvous else channel.post)(message, values)
     channel.finish(message, sent)
-    step.pop_result(task.source)
+    step.pop_source(task.sources[0], task.microbatch)
 
 
 def _post(step: Step, task: PlannedTask) -> None:
@@ -173,7 +178,7 @@ def _post(step: Step, task: PlannedTask) -> None:
     channel, (message, values) = _channel(task), _checked_values(step, task)
     step.events.nbytes[task.id] = transfer.nbytes(values)
     task.remote.send_waiter.submit(partial(_finish_send, step, task, channel.post(message, values)))
-    step.pop_result(task.source)
+    step.pop_source(task.sources[0], task.microbatch)
 
 
 def _finish_send(step: Step, task: PlannedTask, sent: SentMessage) -> None:
@@ -330,22 +335,29 @@ def _checksums(
 def agree_on_shapes(
     modules: Sequence[nn.Module],
     devices: Sequence[Device],
-    inputs: Sequence[Values],
+    inputs: Mapping[int, Sequence[Values]],
     processes: Processes,
-    arguments: Sequence[Arguments] | None = None,
+    arguments: Mapping[int, Sequence[Arguments] | None] = MappingProxyType({}),
+    edges: Edges = (),
 ) -> list[list[Signature]]:
     """Return the signatures of each stage's outputs, one a micro-batch, without the last stage.
 
     The process of each stage finds its signature, stage after stage. Every process must call this.
-    ``inputs`` are empty for micro-batches of another process.
+    ``inputs`` and ``arguments`` are those of the stages without a stage before them. Inputs are
+    empty for micro-batches of another process.
     """
     outputs: list[list[Signature]] = []
-    local = [signature([x for x in values if x is not None]) for values in inputs]
-    inputs_of_stage = _merge_signatures(local, processes)
+    pairs = stage_pairs(edges, len(devices))
     for stage, device in enumerate(devices[:-1]):
+        if stage in inputs:
+            local = [signature([x for x in values if x is not None]) for values in inputs[stage]]
+            inputs_of_stage = _merge_signatures(local, processes)
+        else:
+            parts = [outputs[source] for source in pairs[pairs[:, 1] == stage, 0]]
+            inputs_of_stage = [tuple(chain(*row)) for row in zip(*parts, strict=True)]
         local = [()] * len(inputs_of_stage)
         if not isinstance(device, RemoteDevice):
-            calls = arguments if arguments and not stage else [None] * len(inputs_of_stage)
+            calls: Sequence[Arguments | None] = arguments.get(stage) or [None] * len(local)
             outputs_by_call: dict[tuple[Signature, int], Signature] = {}
             for s, call in zip(inputs_of_stage, calls, strict=True):
                 if (s, id(call)) not in outputs_by_call:
@@ -353,8 +365,7 @@ def agree_on_shapes(
                         modules[stage], s, device.torch_device, stage, call
                     )
             local = [outputs_by_call[s, id(x)] for s, x in zip(inputs_of_stage, calls, strict=True)]
-        inputs_of_stage = _merge_signatures(local, processes)
-        outputs.append(inputs_of_stage)
+        outputs.append(_merge_signatures(local, processes))
     return outputs
 
 
@@ -381,9 +392,10 @@ def agree_on_messages(
         agree_on_shapes(
             modules[replica * n : (replica + 1) * n],
             [devices[d] for d in graph.homes[replica]],
-            inputs.microbatches[share * m : (share + 1) * m],
+            {s: rows[share * m : (share + 1) * m] for s, rows in inputs.microbatches.items()},
             processes,
-            inputs.arguments and inputs.arguments[share * m : (share + 1) * m],
+            {s: rows and rows[share * m : (share + 1) * m] for s, rows in inputs.arguments.items()},
+            graph.edges,
         )
         for share, replica in enumerate(range(0, graph.n_replicas, inputs.shares.n_paths))
     ]

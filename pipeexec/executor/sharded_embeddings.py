@@ -73,13 +73,13 @@ class ShardedEmbeddings(StepPart):
         """Check the keys of the batch before any is sent."""
         if 0 not in step.graph.sharded:  # others get their keys from the stage before
             return
-        if step.inputs.arguments is not None:
+        if step.inputs.arguments[0] is not None:
             raise ArgumentError(
                 "the first stage is sharded, and takes tensors of which the last one has the keys, "
                 "but the inputs have other values, or names; give a tuple of tensors"
             )
         first = [stage.module for stage in step.gradients.stages[:: step.graph.n_stages]]
-        check_keys(first, step.inputs.microbatches)
+        check_keys(first, step.inputs.microbatches[0])
 
     def before(self, step: Step) -> None:
         """Let the rows of each replica count."""

@@ -23,7 +23,7 @@ from pipeexec.distributed.channels import ExpectedMessage, PostedReceive
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.watchdog import Failure, Head, Status, stall_failure
-from pipeexec.executor.planned_task import Handler, PlannedTask
+from pipeexec.executor.planned_task import Handler, PlannedTask, Source
 from pipeexec.executor.step_gradients import StepGradients
 from pipeexec.executor.step_inputs import StepInputs
 from pipeexec.executor.step_part import StepPart
@@ -255,7 +255,10 @@ class Step:
     state
         Values of the step that belong to a part.
     results
-        Result of each task, until another task pops it as its input.
+        Result of each task, until the tasks whose input it is have taken it.
+    input_counts
+        Tensors that came by each edge to a stage that takes several outputs, by slot and
+        micro-batch.
     expected_messages, posted_receives
         Messages to and from other processes, and posted receives, by task.
     failure
@@ -285,6 +288,8 @@ class Step:
         self.processes, self.hosts, self.frees = processes, hosts, frees
         self.parts, self.state = parts, dict[StepPart, Any]()
         self.results: list[Values | None] = [None] * len(graph)
+        self.input_counts: dict[tuple[int, int], list[int]] = {}
+        self._takers: dict[int, list[None]] = {}
         self.expected_messages: dict[int, ExpectedMessage] = {}
         self.posted_receives: dict[int, PostedReceive] = {}
         self.failure: tuple[int, BaseException] | None = None
@@ -413,6 +418,24 @@ class Step:
         """Pop and return the result of a task."""
         values, self.results[task] = self.results[task], None
         return values or ()
+
+    def source_values(self, source: Source, microbatch: int) -> Values:
+        """Return the values of a source."""
+        values = self.results[source.task] or ()
+        if source.edge < 0:
+            return values
+        counts = self.input_counts[source.slot, microbatch]
+        first = sum(counts[: source.edge])
+        return values[first : first + counts[source.edge]]
+
+    def pop_source(self, source: Source, microbatch: int) -> Values:
+        """Return the values of a source; drop the result once all its consumers have taken it."""
+        values = self.source_values(source, microbatch)
+        takers = self._takers.setdefault(source.task, [])
+        takers.append(None)  # of several threads: none may count what another has not added
+        if len(takers) >= source.n_consumers:
+            self.results[source.task] = None
+        return values
 
     @property
     def has_stopped(self) -> bool:

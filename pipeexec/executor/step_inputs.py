@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from pipeexec.devices.device import Device, RemoteDevice, Values, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step_gradients import StepGradients
-from pipeexec.nesting import Arguments, call_arguments, with_tensors
+from pipeexec.nesting import Arguments, call_arguments, tensors_in, with_tensors
 from pipeexec.stages.batches import Batch, BatchDims, check_batch, split_batches, to_devices
 from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.microbatches import BatchShares, Microbatches, batch_facts
@@ -34,6 +34,7 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
+from pipesim.scheduling.placement import entry_stages
 from pipesim.utils.caller_warnings import warn_caller
 
 
@@ -72,12 +73,45 @@ def check_batch_is_here(
     ``loss_stages`` are the stages before the last one that have a loss.
     """
     check_batch(inputs, targets)
-    rows = [("inputs", inputs, 0, "the first stage"), ("targets", targets, -1, "the last stage")]
-    rows += [("targets", targets, k, f"stage {k}, which has a loss") for k in loss_stages]
-    for name, batch, stage, text in rows if needs_targets else rows[:1]:
-        where = {devices[d] for d in graph.homes[:, stage]}
+    entries = entry_stages(graph.edges, graph.n_stages)
+    first = "the first stage" if len(entries) == 1 else "a first stage"
+    rows = [("inputs", inputs, entries, first), ("targets", targets, [-1], "the last stage")]
+    rows += [("targets", targets, [k], f"stage {k}, which has a loss") for k in loss_stages]
+    for name, batch, stages, text in rows if needs_targets else rows[:1]:
+        where = {devices[d] for d in graph.homes[:, stages].ravel()}
         if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
             raise ArgumentError(f"{name} are None, but this process has {text}; give them here")
+    for row in inputs if isinstance(inputs, Microbatches) else [inputs]:
+        for stage, values in inputs_of_entries(row, entries).items():
+            where = {devices[d] for d in graph.homes[:, stage]}
+            is_absent = row is not None and not tensors_in(values)
+            if (
+                is_absent
+                and len(entries) > 1
+                and not all(isinstance(d, RemoteDevice) for d in where)
+            ):
+                raise ArgumentError(
+                    f"inputs[{stage}] have no tensors, but this process has stage {stage}, which "
+                    "takes inputs of its own; give them here"
+                )
+
+
+def inputs_of_entries(inputs: Batch | None, entries: Sequence[int]) -> dict[int, Batch | None]:
+    """Return the inputs of each stage that no other feeds, in the order in which they are given.
+
+    Of several such stages, inputs are a mapping of their numbers. Stages of other processes may be
+    left out.
+    """
+    if inputs is None or len(entries) == 1:
+        return dict.fromkeys(entries, inputs)
+    if not isinstance(inputs, Mapping) or not set(inputs) <= set(entries):
+        got = list(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+        example = ", ".join(f"{stage}: ..." for stage in entries)
+        raise ArgumentError(
+            f"stages {', '.join(map(str, entries))} have no stage before them, and each takes "
+            f"inputs of its own; give inputs={{{example}}}, got {got}"
+        )
+    return dict(inputs) | {stage: None for stage in entries if stage not in inputs}
 
 
 def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
@@ -193,19 +227,20 @@ class StepInputs:
     Attributes
     ----------
     microbatches
-        Tensors of each micro-batch of all replicas; empty for micro-batches of other processes.
+        Tensors of each micro-batch of all replicas, by the stages that take them: those without a
+        stage before them. Empty for micro-batches of other processes.
     number
         Number of the step.
     arguments
-        Positional and keyword arguments of the first stage for each micro-batch of all replicas,
-        with the tensors of the whole batch; None if it takes the tensors alone.
+        Positional and keyword arguments of these stages for each micro-batch of all replicas, with
+        the tensors of the whole batch; None if a stage takes the tensors alone.
     """
 
     shares: BatchShares
-    microbatches: list[Values]
+    microbatches: dict[int, list[Values]]
     loss: StepLoss
     number: int
-    arguments: Sequence[Arguments] | None = None
+    arguments: dict[int, Sequence[Arguments] | None]
     seed: int = field(default_factory=torch.initial_seed)
 
     def random_seed(self, task: PlannedTask) -> int:
@@ -246,10 +281,17 @@ def split_inputs(
     if any(batch_dims.values()):  # outputs may have their samples anywhere
         loss.is_checked = True
     homes = graph.homes[shares.replica.ravel()[numbers]]
-    first, last = ([devices[d].torch_device for d in homes[:, stage]] for stage in (0, -1))
-    microbatches: list[Values] = [()] * n_microbatches
-    for index, values in zip(numbers, to_devices(inputs_split, first), strict=True):
-        microbatches[index] = values
+    last = [devices[d].torch_device for d in homes[:, -1]]
+    entries = entry_stages(graph.edges, graph.n_stages)
+    microbatches: dict[int, list[Values]] = {s: [()] * n_microbatches for s in entries}
+    sample, begin = inputs[0] if isinstance(inputs, Microbatches) else inputs, 0
+    for stage, own in inputs_of_entries(sample, entries).items():
+        end = begin + len(tensors_in(own))
+        first = [devices[d].torch_device for d in homes[:, stage]]
+        parts = to_devices([values[begin:end] for values in inputs_split], first)
+        for index, values in zip(numbers, parts, strict=True):
+            microbatches[stage][index] = values
+        begin = end
     on_last = [device.type != "meta" for device in last]
     forms = targets if isinstance(targets, Microbatches) else [targets] * len(numbers)
 
@@ -291,21 +333,31 @@ def split_inputs(
             has_weights=shares.has_weights,
             counts_positions=graph.n_slices > 1,
         )
-    arguments = None if is_split else _microbatch_arguments(inputs, numbers, n_microbatches)
+    arguments = {
+        stage: None
+        if is_split
+        else _microbatch_arguments(inputs, numbers, n_microbatches, entries, stage)
+        for stage in entries
+    }
     return StepInputs(shares, microbatches, step_loss, number, arguments)
 
 
 def _microbatch_arguments(
-    inputs: Batch | None, numbers: Sequence[int], n_microbatches: int
+    inputs: Batch | None,
+    numbers: Sequence[int],
+    n_microbatches: int,
+    entries: Sequence[int],
+    stage: int,
 ) -> Sequence[Arguments] | None:
-    """Return the arguments of the first stage for each micro-batch; None if they are tensors.
+    """Return the arguments of a stage for each micro-batch; None if they are tensors.
 
-    ``numbers`` are those of this process's micro-batches; others have no arguments.
+    ``numbers`` are those of this process's micro-batches; others have no arguments. ``entries`` are
+    the stages that take inputs.
     """
     if not isinstance(inputs, Microbatches):
-        arguments = _nested_arguments(inputs)
+        arguments = _nested_arguments(inputs_of_entries(inputs, entries)[stage])
         return None if arguments is None else [arguments] * n_microbatches
-    own = [_nested_arguments(x) for x in inputs]
+    own = [_nested_arguments(inputs_of_entries(x, entries)[stage]) for x in inputs]
     rows: list[Arguments] = [((), {})] * n_microbatches
     for number, arguments in zip(numbers, own, strict=True):
         if arguments is None:  # of one, so of all: they are nested alike
@@ -315,7 +367,7 @@ def _microbatch_arguments(
 
 
 def _nested_arguments(inputs: Batch | None) -> Arguments | None:
-    """Return the arguments of the first stage; None if they are tensors, all positional."""
+    """Return the arguments of a stage; None if they are tensors, all positional."""
     row = inputs if isinstance(inputs, tuple) else (inputs,)
     if inputs is None or all(isinstance(x, Tensor) for x in row):
         return None

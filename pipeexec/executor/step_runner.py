@@ -8,7 +8,7 @@ devices, nor features, which are parts (`pipeexec.executor.step_part`).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,6 +50,7 @@ from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
+from pipesim.scheduling.placement import entry_stages
 
 
 class MicrobatchLoss:
@@ -182,7 +183,10 @@ class StepRunner:
             )
             for slot, x in enumerate(arguments)
         ]
+        entries = entry_stages(graph.edges, n)
         for slot, stage in enumerate(stages):
+            if isinstance(stage, Stage):
+                stage.needs_input_grad = stage.index not in entries
             if isinstance(stage, ModuleCaller) and slot % n in self.loss.of_stages:
                 call = partial(self._microbatch_loss.of_stage, slot % n, slot // n)
                 stage.output_loss = call
@@ -337,16 +341,15 @@ class StepRunner:
         for part in step.parts:
             part.before(step)
 
-    def _begin_stages(self, arguments: Sequence[Arguments] | None) -> None:
+    def _begin_stages(self, arguments: Mapping[int, Sequence[Arguments] | None]) -> None:
         """Begin a step in every stage, and count its activations from zero."""
         autocast = current_autocast()
         homes, m = self.graph.homes.ravel().tolist(), self.graph.n_microbatches
         for slot, (stage, number) in enumerate(zip(self.stages, homes, strict=False)):
             stage.begin_step(autocast)
             begin = self.shares.number(slot // self.graph.n_stages, 0)
-            stage.arguments = (
-                None if stage.index or arguments is None else arguments[begin : begin + m]
-            )
+            own = arguments.get(stage.index)
+            stage.arguments = own and own[begin : begin + m]
             # Versions of weights are made on the caller's stream, and freed within the step.
             for weight in () if stage.versions is None else stage.versions.parameters():
                 device = self.model.devices[number]

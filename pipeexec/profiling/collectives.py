@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 def base_placement(graph: TaskGraph) -> Placement:
     """Return the placement of a graph's first replica, on devices numbered without gaps."""
-    return Placement(np.unique(graph.device_of_stage, return_inverse=True)[1].tolist())
+    devices = np.unique(graph.device_of_stage, return_inverse=True)[1].tolist()
+    return Placement(devices, edges=graph.edges or None)
 
 
 def lower_for_replicas(

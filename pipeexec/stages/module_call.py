@@ -234,8 +234,8 @@ class ModuleCaller:
     meter
         Counts the bytes that the stage holds; None if they are not counted.
     arguments
-        Positional and keyword arguments of the first stage for each micro-batch of a step, with
-        other tensors; None for a stage that takes tensors, all positional.
+        Positional and keyword arguments of a stage that takes the batch, for each micro-batch of a
+        step, with other tensors; None for a stage that takes tensors, all positional.
     loss_scale
         Gradient of the loss from which backwards start: 1, or that of a gradient scaler.
     output_loss

@@ -168,7 +168,8 @@ class Stage(ModuleCaller):
     module
         Takes one tensor or several, returns a tensor or a tuple of tensors.
     index
-        Number of the stage; stage 0 computes no gradient of its input.
+        Number of the stage. Stage 0 computes no gradient of its input, unless ``needs_input_grad``
+        is set.
     device
         Device on which its random numbers are drawn.
     counter

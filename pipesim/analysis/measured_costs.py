@@ -294,9 +294,11 @@ def output_bytes(timeline: Timeline) -> Floats:
     """Return the largest message that each stage sends or is sent back; shape ``(n_stages,)``."""
     graph = timeline.graph
     largest = np.zeros(graph.n_stages)
-    for op, offset in ((Op.SEND_F, 0), (Op.SEND_B, -1)):
-        sends = (graph.op == op) & (graph.peer_stage < 0)
-        np.maximum.at(largest, graph.stage[sends] + offset, timeline.nbytes[sends])
+    of_outputs = (graph.peer_stage < 0) | bool(graph.edges)  # edges have outputs, skips have not
+    previous = np.where(graph.peer_stage < 0, graph.stage - 1, graph.peer_stage)
+    for op, source in ((Op.SEND_F, graph.stage), (Op.SEND_B, previous)):
+        sends = (graph.op == op) & of_outputs
+        np.maximum.at(largest, source[sends], timeline.nbytes[sends])
     return largest
 
 

@@ -236,17 +236,23 @@ PARTED = frozenset({Op.ALL_TO_ALL, Op.REORDER, Op.REDUCE_TIED, Op.UNSHARD, Op.RE
 PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 
 
-def data_sources(op: Op, part: int = -1) -> tuple[tuple[Op, int], ...]:
+def data_sources(
+    op: Op, part: int = -1, stage: int = 0, edges: tuple[tuple[int, int], ...] = ()
+) -> tuple[tuple[tuple[Op, int, int], ...], ...]:
     """Return the tasks that can deliver a task's input, the preferred one first.
 
     The input is the result of the first of these tasks that is among the task's dependencies and
-    has its micro-batch. The result has the operation of each, and the offset of its stage from that
-    of the task. It is empty for RECV, which takes the result of its SEND (`PAIRS`), no dependency,
+    has its micro-batch. The result has the operation of each, the offset of its stage from that of
+    the task, and the stage at the other end of a message of an edge that is no step of a chain (-1
+    for others). It is empty for RECV, which takes the result of its SEND (`PAIRS`), no dependency,
     and for operations that use data of their stage: R, W, STEP, UNSHARD, reductions, and exchanges
     of accumulated gradients.
 
+    Stages that are a graph have ``edges``. The result then has one row an edge that brings a part
+    of the input to the task's ``stage``, else a single row.
+
     >>> data_sources(Op.SEND_B)
-    ((<Op.B: 1>, 0), (<Op.I: 2>, 0))
+    (((<Op.B: 1>, 0, -1), (<Op.I: 2>, 0, -1)),)
     """
     part = part if op in PARTED else -1
     own: tuple[Rule, ...] = RULES
@@ -254,12 +260,22 @@ def data_sources(op: Op, part: int = -1) -> tuple[tuple[Op, int], ...]:
         layer = (part - len(EXCHANGES)) // len(EXPERT_EXCHANGES)
         own = segment_rules(2 * layer + 3)
     rules = [r for r in own if r.carries and op in r.ops and r.part in (None, part)]
-    sources = [
-        source
-        for rule in reversed(rules)
-        for source in (
-            *((via.op, via.stage) for via in rule.via),
-            *((needed, rule.stage) for needed in rule.needs),
-        )
-    ]
-    return tuple(dict.fromkeys(sources))
+    rows = [rules]
+    if edges:  # an edge is one to the stage if a rule needs a stage before, else one from it
+        ends = {int(rule.stage < 0) for rule in rules if rule.stage}
+        rows = [
+            [rule_of_edge(r, *edge)[0] if r.stage and edge[1] > edge[0] + 1 else r for r in rules]
+            for edge in edges
+            if any(edge[end] == stage for end in ends)
+        ] or [[rule for rule in rules if not rule.stage]]
+    return tuple(
+        tuple(dict.fromkeys(
+            source
+            for rule in reversed(row)
+            for source in (
+                *((via.op, via.stage, via.part if via.op in PAIRS else -1) for via in rule.via),
+                *((needed, rule.stage, -1) for needed in rule.needs),
+            )
+        ))
+        for row in rows
+    )  # fmt: skip

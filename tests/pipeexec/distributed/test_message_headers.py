@@ -33,19 +33,22 @@ from pipeexec.distributed.signatures import Entry, Signature, signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-CONTENT = Content(3, Op.SEND_B, 2, 5, 0)
+CONTENT = Content(3, Op.SEND_B, 2, 1, 5, 0)
 SIGNATURE = (Entry((2, 4), torch.float32), Entry((), torch.int64), Entry((0, 3), torch.bfloat16))
 counts = st.integers(0, 1 << 40)
 entries = st.builds(Entry, st.lists(counts, max_size=4).map(tuple), st.sampled_from(_DTYPES))
 contents = st.builds(
-    Content, counts, st.sampled_from([Op.SEND_F, Op.SEND_B]), counts, counts, counts
+    Content,
+    counts,
+    st.sampled_from([Op.SEND_F, Op.SEND_B]),
+    *[counts] * 4,
 )
 
 
 @given(content=contents, tensors=st.lists(entries, max_size=4).map(tuple))
 def test_a_header_says_what_it_was_made_of(content: Content, tensors: Signature) -> None:
     words = header(content, tensors).tolist()
-    assert Content(*words[2:7]) == content
+    assert Content(*words[2:8]) == content
     assert [(_DTYPES[dtype], tuple(shape)) for dtype, shape in _tensors(words)] == [
         (entry.dtype, entry.shape) for entry in tensors
     ]
@@ -128,7 +131,7 @@ def test_garbage_is_refused(words: list[int], kept: int) -> None:
 
 
 def test_a_message_of_something_else() -> None:
-    with pytest.raises(Mismatch, match=r"from rank 2 is not a pipeexec message .*\[5, 1\]\); run"):
+    with pytest.raises(Mismatch, match=r"from rank 2 is not a pipeexec message .*\[5, 2\]\); run"):
         check_header([5, *got()[1:]], got(), source=2)
 
 
@@ -216,15 +219,15 @@ def test_memory_of_a_message_is_used_again_once_it_is_gone() -> None:
 def test_absent_tensors_are_marked(absent: tuple[int, ...]) -> None:
     """The type's number is -1; shapes stay, and so does the header that is kept."""
     agreed = Entry((2, 3), torch.float32), Entry((), torch.float64)
-    head = header(Content(5, Op.SEND_B, 1, 0, 0), agreed)
+    head = header(Content(5, Op.SEND_B, 1, 0, 0, 0), agreed)
     before = head.clone()
     values = tuple(None if k in absent else torch.zeros(e.shape) for k, e in enumerate(agreed))
     after = mark_absent(head, agreed, values)
     assert torch.equal(head, before)
     assert [word for word in range(len(head)) if after[word] != head[word]] == [
-        (8, 12)[k] for k in absent
+        (9, 13)[k] for k in absent
     ]
-    assert all(after[(8, 12)[k]] == -1 for k in absent)
+    assert all(after[(9, 13)[k]] == -1 for k in absent)
 
 
 def through_nccl(processes: Processes) -> list[Any]:
