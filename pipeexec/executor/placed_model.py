@@ -26,6 +26,7 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.executor.remote_messages import agree_on_weights
 from pipeexec.executor.step_part import StepPart
 from pipeexec.splitting.split_facts import named_model_parameters
+from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.stages.batches import BatchDims, check_batch_dims
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.sequence_slices import (
@@ -94,6 +95,8 @@ def check_stages(
                 f"{type(module).__name__} takes {most}; let it take the outputs of these stages in "
                 "this order, or leave an edge out"
             )
+        if isinstance(module, SplitStage) and module.number == 0:
+            _check_untrained_before(index, stages, graph)
         for name, parameter in () if module is None else module.named_parameters():
             if owner.setdefault(parameter, index) != index:
                 raise ArgumentError(
@@ -102,6 +105,23 @@ def check_stages(
                     "copy, name the copies in Pipeline(..., tied=[[(0, 'name'), (3, 'name')]]), "
                     f"and lower with tied=[({owner[parameter]}, {index})]; pipeexec.split does so"
                 )
+
+
+def _check_untrained_before(
+    index: int, stages: Sequence[nn.Module | None], graph: TaskGraph
+) -> None:
+    """Raise if a stage that returns no gradients has stages to train before it in a graph."""
+    before = {index}
+    for source, target in reversed(graph.edges):  # the last source first
+        before |= {source} if target in before else set()
+    for number in sorted(before - {index}):
+        module = stages[number]
+        if module is not None and any(p.requires_grad for p in module.parameters()):
+            raise ArgumentError(
+                f"stage {index} is the first of a model cut by pipeexec.split, which returns no "
+                f"gradients of its inputs, and stage {number} before it has parameters to train; "
+                "cut the model by hand, or set their requires_grad to False"
+            )
 
 
 def _most_arguments(module: nn.Module) -> float:

@@ -154,6 +154,12 @@ def test_stages_that_are_refused() -> None:
     model: list[nn.Module] = [*modules()[:2], nn.Linear(4, 4), *modules()[3:]]
     with pytest.raises(ArgumentError, match=r"stage 2 has edges from stages 0, 1.* takes 1"):
         pipeline(model, graph([0, 1, 0, 1, 0]), mse)
+    cut = px.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, sample=IMAGES)
+    fed = ps.lower(ps.order_by(ps.Placement([0, 1, 1], edges=[(0, 1), (0, 2), (1, 2)]), 2))
+    with pytest.raises(
+        ArgumentError, match=r"stage 1 is the first of a model cut .* stage 0 before"
+    ):
+        pipeline([Mix(1, 1), cut[0], Mix(2, 1)], fed, mse)
     losses = ps.Placement([0, 1, 1], edges=[(0, 1), (0, 2)])
     with pytest.raises(ArgumentError, match=r"stage 1 .* no edge from it.* such as \(1, 2\)"):
         pipeline(modules()[:3], ps.lower(ps.order_by(losses, 2)), mse)
