@@ -180,7 +180,7 @@ def _tables(
         via_stage[~follows[other] & (abs(via_offset) == 1)] = 0
     via = cells[via_op, replica[:, None], via_stage, via_part]
     needs = cells[np.stack([first_op, second_op]), replica, needed, needs_part].T
-    skips = np.array([rule.skips and Op.RECV_F in rule.needs for rule, *_ in rules])[number]
+    skips = np.array([rule.skips and Op.RECV_F in rule.needs for rule, *_ in rules], bool)[number]
     needs[skips & (needs_part >= own_stage)] = -1  # the token of a decode step is no skip
     every = np.array([rule.every for rule, *_ in rules], dtype=np.int64)[number]
     reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule, *_ in rules], dtype=bool)[number]

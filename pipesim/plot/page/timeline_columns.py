@@ -142,6 +142,10 @@ def _memory(writer: ColumnWriter, timeline: Timeline) -> Spec:
         "static": writer.floats(always),
         "computes": writer.flags(graph.kinds.is_op(COMPUTE)),
     }
+    if graph.offload_to == "peer":
+        peers, op = graph.offload_peers[graph.kinds.device], graph.kinds.op
+        spec["offloads_to"] = writer.integers(np.where(op == Op.OFFLOAD, peers, -1))
+        spec["reloads_from"] = writer.integers(np.where(op == Op.RELOAD, peers, -1))
     limit = timeline.memory.limit
     if limit is not None and np.isfinite(limit).all():
         spec["limit"] = writer.floats(limit)

@@ -149,7 +149,8 @@ PLAIN = {"forward_only": True, "expert_layers": (), "shard_parameters": "none"}
 def test_memory_is_that_of_the_tensors_alive(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """At any moment: the outputs from F to their message, the inputs from it to F, on their device.
 
-    A second implementation, tensor by tensor. Stages on one device share the tensor.
+    Keys and values of a slice live until the last slice of its sequence. A second implementation,
+    tensor by tensor. Stages on one device share the tensor.
     """
     graph, costs = case
     assert graph.options.source is not None
@@ -163,11 +164,15 @@ def test_memory_is_that_of_the_tensors_alive(case: tuple[ps.TaskGraph, ps.Costs]
     edges = graph.edges or [(s, s + 1) for s in range(graph.n_stages - 1)]
     output = costs.per_stage("output_bytes", graph.n_stages)
     workspace = costs.per_stage("forward_workspace_bytes", graph.n_stages)
+    keys = costs.per_stage("kv_cache_bytes", graph.n_stages) * (graph.n_slices > 1)
     alive: list[tuple[int, float, float, float]] = []  # device, start, end, bytes
     for task in map(graph.task, np.flatnonzero(graph.op == Op.F).tolist()):
         start, end = timeline.start, timeline.end
         cell = task.replica, task.stage, task.microbatch
         alive.append((task.device, start[task.id], end[task.id], workspace[task.stage]))
+        sequence = task.microbatch // graph.n_slices
+        last = number[Op.F, *cell[:2], (sequence + 1) * graph.n_slices - 1, -1]
+        alive.append((task.device, start[task.id], end[last], keys[task.stage]))
         for target in (b for a, b in edges if a == task.stage):
             after = number[Op.F, task.replica, target, task.microbatch, -1]
             size = float(output[task.stage])

@@ -312,8 +312,8 @@ def test_unknown_option() -> None:
         match=r"'gpipe' takes no option 'backwards_order'; did you mean 'backward_order'",
     ):
         ps.schedule("gpipe", 2, 2, backwards_order="forward")
-    with pytest.raises(UnknownNameError, match=r"'1f1b' takes no option .*it takes: none"):
-        ps.schedule("1f1b", 2, 2, backward_order="forward")
+    with pytest.raises(UnknownNameError, match=r"'zb_h1' takes no option .*it takes: none"):
+        ps.schedule("zb_h1", 2, 2, backward_order="forward")
 
 
 def test_unknown_backward_order() -> None:

@@ -44,6 +44,10 @@ export function memoryOverTime(timeline, memory) {
     if ((computes || memory.released[task] > 0) && !Number.isNaN(end[task])) {
       ofDevice.push(2 * task + 1);
     }
+    // A peer holds activations from the start of OFFLOAD to the end of RELOAD.
+    const to = memory.offloads_to?.[kind] ?? -1, from = memory.reloads_from?.[kind] ?? -1;
+    if (to >= 0 && !Number.isNaN(start[task])) events[to].push(2 * task);
+    if (from >= 0 && !Number.isNaN(end[task])) events[from].push(2 * task + 1);
   }
   const timeOf = (event) => event % 2 ? end[event >> 1] : start[event >> 1];
   const isLate = (event) => event % 2 === 0 || end[event >> 1] <= start[event >> 1];
@@ -56,7 +60,11 @@ export function memoryOverTime(timeline, memory) {
     nbytes[0] = held;
     ofDevice.forEach((event, k) => {
       const task = event >> 1, workspace = memory.workspace[task];
-      held += event % 2 ? -memory.released[task] - workspace : memory.allocated[task] + workspace;
+      if (graph.kinds.device[graph.kind[task]] !== device) {
+        held += event % 2 ? -memory.allocated[task] : memory.released[task];
+      } else {
+        held += event % 2 ? -memory.released[task] - workspace : memory.allocated[task] + workspace;
+      }
       times[k + 1] = timeOf(event);
       nbytes[k + 1] = held;
       if (held > peak) [peak, peakTime] = [held, times[k + 1]];
