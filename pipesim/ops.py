@@ -50,7 +50,7 @@ class Op(IntEnum):
     GRAD_NORM
         Norm of all gradients.
     OFFLOAD, RELOAD
-        Copy of activations of one micro-batch to host memory, and back.
+        Copy of activations of one micro-batch to host memory or another device, and back.
 
     See Also
     --------
@@ -102,7 +102,7 @@ COMPUTE = LISTED | {Op.STEP, Op.DISPATCH, Op.REORDER, Op.RESHARD}
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS
-#: Copies of activations between a device and its host's memory.
+#: Copies of activations to the memory of the host or of another device, and back.
 COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
 #: Operations that bring data which a compute task needs. They start a number of compute tasks
 #: before it (`pipesim.graph.dependencies`).

@@ -330,7 +330,7 @@ def _devices(
 def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[str, TaskGraph]:
     """Return the graph of each row, by name: schedule, recompute mode and reduction."""
     import pipesim
-    from pipesim.graph.options import GRAD_SYNC, grad_sync_by_stage, parse_grad_sync
+    from pipesim.graph.options import GRAD_SYNC, grad_sync_by_stage, parse_values
     from pipesim.sweeps.settings import source_info
 
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
@@ -346,7 +346,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
             f"{n_replicas}"
         )
     for text in arguments.grad_sync:
-        for value in grad_sync_by_stage(parse_grad_sync(text), 1):
+        for value in grad_sync_by_stage(parse_values(text), 1):
             if isinstance(value, str):
                 check_name("grad_sync", value, GRAD_SYNC)
     syncs = arguments.grad_sync if n_replicas > 1 else arguments.grad_sync[:1]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, EXPERT_EXCHANGES, KEPT, Op
-from pipesim.scheduling.placement import follows_previous
+from pipesim.scheduling.placement import neighbors
 from pipesim.utils.csr import Ints
 
 #: Text of each kind of data: data of a stage, with or without a micro-batch.
@@ -124,8 +124,7 @@ def local_inputs(
     stage = graph.stage[tasks].astype(np.int64)
     homes = graph.homes[graph.replica[tasks] if replica is None else replica]
     homes = np.broadcast_to(homes, (len(tasks), graph.n_stages))
-    follows = np.append(follows_previous(graph.edges, graph.n_stages), False)
-    other = stage + np.where(follows[stage + (step > 0)], step, 0)
+    other = neighbors(graph.edges, graph.n_stages, step)[stage]
     rows = np.arange(len(tasks))
     local = (other != stage) & (homes[rows, other] == homes[rows, stage])
     return tasks[local], other[local]

@@ -23,6 +23,7 @@ from pipesim.ops import (
     COMPUTE,
     COPIES,
     EXCHANGES,
+    INPUT_GRADS,
     RECVS,
     SEGMENTED,
     SENDS,
@@ -95,7 +96,7 @@ def find_gaps(timeline: Timeline) -> Gaps:
     previous[same] = task[same - 1]
     since[same] = np.maximum(free[same - 1], 0.0)  # clocks may differ by a little
 
-    backward = np.flatnonzero(graph.is_op(frozenset({Op.B, Op.I})))
+    backward = np.flatnonzero(graph.is_op(INPUT_GRADS))
     forward = np.flatnonzero(graph.is_op(frozenset({Op.F})))
     first_backward, last_forward = np.full(n_devices, np.inf), np.zeros(n_devices)
     np.minimum.at(first_backward, graph.device[backward], start[backward])

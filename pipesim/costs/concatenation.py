@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipesim.costs.costs import Costs
+from pipesim.costs.microbatch_costs import n_stages_of
 from pipesim.costs.rows import ROWS, Row
 from pipesim.errors import CostsError, check_count
 from pipesim.network.network import Network
@@ -77,10 +78,8 @@ def _of_stages(part: _Part, name: str, row: Row) -> Sequence[Any]:
                 f"those of another module have it; give {name} there too"
             )
         return list(part.costs.per_stage(name, part.n_stages).tolist())
-    if isinstance(value, float):
-        return [value] * part.n_stages
-    if isinstance(value[0], tuple) and len(value) == 1:
-        return [value[0]] * part.n_stages
+    if n_stages_of(value) is None:
+        return [value[0] if isinstance(value, tuple) else value] * part.n_stages
     if len(value) != part.n_stages:
         raise CostsError(
             f"{name} has {len(value)} values in the costs of {part.name!r}, which has "

@@ -23,7 +23,7 @@ from pipesim.costs.cost_fields import (
     check_whole_layers,
     checked_workload,
 )
-from pipesim.costs.layer_split import copied_stages, layout_stages, read_layout, write_layout
+from pipesim.costs.layer_split import layout_copies, read_layout, write_layout
 from pipesim.costs.microbatch_costs import (
     averaged,
     costs_of_microbatch,
@@ -440,11 +440,10 @@ class Costs(CostFields):
         Those of a `Transformer`: embedding and LM head if they are tied; the embedding that
         multi-token prediction uses; the LM head of losses on several stages. Empty for other costs.
         """
-        if self.layout is None or not self.tied_bytes:
+        layout = self.layout if self.tied_bytes else None
+        if layout is None:
             return ()
-        stages = layout_stages(self.layout, "layers_per_stage", has_mtp=True)
-        is_tied = self._settings["tied_embeddings"]
-        return copied_stages([stage.modules for stage in stages], is_tied=is_tied)
+        return layout_copies(layout, is_tied=self._settings["tied_embeddings"])
 
     @property
     def _settings(self) -> Mapping[str, Any]:
@@ -715,8 +714,8 @@ class Costs(CostFields):
         >>> costs.rebuilt(network=nodes.scaled(bandwidth=0.1)).forward[0] > costs.forward[0]
         True
         """
-        settings = None if self.work is None else self.work.settings
-        if not settings or "layers_per_stage" not in settings:
+        settings = self._settings
+        if "layers_per_stage" not in settings:
             raise CostsError(
                 "costs are of no transformer, so that they cannot be built again; "
                 "Transformer.costs gives costs that can, or use replace(costs, ...)"

@@ -194,7 +194,7 @@ class KindRoutes:
 
     @cached_property
     def copies(self) -> tuple[Ints, Routes | None]:
-        """Kinds of OFFLOADs and RELOADs, and the links of each; None without host links."""
+        """Kinds of OFFLOADs and RELOADs, and the links of each; None for a host without links."""
         kinds = self.graph.kinds
         if kinds.ops.isdisjoint(COPIES):
             return np.empty(0, dtype=np.int64), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from numbers import Integral
@@ -227,6 +228,13 @@ def copied_stages(modules: Sequence[StageModules], *, is_tied: bool) -> tuple[tu
     heads = {k for k, stage in enumerate(modules) if stage.losses}
     groups = [mtp | heads] if is_tied else [mtp, heads]
     return tuple(tuple(sorted(group)) for group in groups if len(group) > 1)
+
+
+@lru_cache(maxsize=64)
+def layout_copies(text: str, *, is_tied: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the `copied_stages` of a layout string."""
+    stages = layout_stages(text, "layers_per_stage", has_mtp=True)
+    return copied_stages([stage.modules for stage in stages], is_tied=is_tied)
 
 
 def layout_stages(text: str, name: str, *, has_mtp: bool = False) -> list[LayoutStage]:

@@ -156,13 +156,13 @@ def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
             f"tied_bytes are of {len(costs.tied_bytes)} groups of tied stages, but the graph has "
             "none; lower with tied=, such as [(0, 3)], or give one number"
         )
-    kinds = graph.kinds
+    kinds, is_step = graph.kinds, graph.kinds.op == Op.STEP
     for group in costs.tied_stages or ((0, graph.n_stages - 1),):
         for replica, homes in enumerate(graph.homes[:, group]):
             devices, first = np.unique(homes, return_index=True)
             if len(devices) > 1:
-                rows = (kinds.op == Op.STEP) & (kinds.replica == replica)
-                rows &= np.isin(kinds.stage, np.array(group)[first])
+                own = (kinds.replica == replica) & np.isin(kinds.stage, np.array(group)[first])
+                rows = is_step & own
                 members = routes.true_devices(devices)
                 duration[rows] += costs.network.all_reduce(costs.tied_bytes, members, "fastest")
 
@@ -478,7 +478,13 @@ def _collective_links(
     return links
 
 
-# OFFLOAD and RELOAD, the copies between devices and host memory
+# OFFLOAD and RELOAD, the copies of activations to host memory or a peer, and back
+
+
+def outputs_before(graph: TaskGraph, costs: Costs) -> Floats:
+    """Return the bytes that each stage takes of the stage before it; shape ``(n_stages,)``."""
+    outputs = np.roll(costs.per_stage("output_bytes", graph.n_stages), 1)
+    return np.where(follows_previous(graph.edges, graph.n_stages), outputs, 0.0)
 
 
 def kept_inputs(graph: TaskGraph, costs: Costs) -> Floats:
@@ -487,9 +493,7 @@ def kept_inputs(graph: TaskGraph, costs: Costs) -> Floats:
     That of a stage without a stage before it belongs to the caller and counts as 0. Tensors of skip
     connections are input too.
     """
-    n_stages = graph.n_stages
-    outputs = np.roll(costs.per_stage("output_bytes", n_stages), 1)
-    inputs = np.where(follows_previous(graph.edges, n_stages), outputs, 0.0)
+    n_stages, inputs = graph.n_stages, outputs_before(graph, costs)
     if graph.skips or costs.skip_bytes is not None:
         inputs += input_bytes(n_stages, graph.skips, skip_sizes(graph, costs))
     return np.minimum(inputs, costs.per_stage("activation_bytes", n_stages))

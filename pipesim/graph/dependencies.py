@@ -28,7 +28,7 @@ from pipesim.graph.rules import (
 )
 from pipesim.graph.tasks import Kinds, ListedTasks
 from pipesim.ops import EXPERT_EXCHANGES, FETCHES, INPUT_GRADS, SEGMENTED, Op, expert_exchange
-from pipesim.scheduling.placement import Edges, follows_previous
+from pipesim.scheduling.placement import Edges, follows_previous, skip_edges
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.jit import kernel
 
@@ -159,14 +159,14 @@ def _tables(
     tied = tied[: 1 + int(sums.max(initial=-1))]
     rules = _expanded_rules(kinds, len(tied), has_slices, decodes, edges)
     applicable = np.zeros((len(rules), len(Op), cells.shape[-1]), dtype=bool)
-    for k, (rule, *_) in enumerate(rules):
+    for k, (rule, _) in enumerate(rules):
         applicable[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
         if rule.part is None:  # of segments, the first alone
             applicable[k, sorted(SEGMENTED), 1:-1] = False
-    of_stage = np.array([stage for *_, stage in rules], dtype=np.int64)[:, None]
+    of_stage = np.array([rule.of_stage for rule, _ in rules], dtype=np.int64)[:, None]
     is_stage = (of_stage < 0) | (of_stage == kinds.stage)
     number, kind = np.nonzero(applicable[:, kinds.op, own_part] & is_stage)
-    needs_columns, via_columns = _rule_columns([rule for rule, *_ in rules])
+    needs_columns, via_columns = _rule_columns([rule for rule, _ in rules])
     number, kind, replica, own_stage = _with_stages(kinds, rules, number, kind, tied)
     first_op, second_op, offset, needs_part = needs_columns[number].T
     stage = own_stage + 1
@@ -180,17 +180,17 @@ def _tables(
         via_stage[~follows[other] & (abs(via_offset) == 1)] = 0
     via = cells[via_op, replica[:, None], via_stage, via_part]
     needs = cells[np.stack([first_op, second_op]), replica, needed, needs_part].T
-    skips = np.array([rule.skips and Op.RECV_F in rule.needs for rule, *_ in rules], bool)[number]
+    skips = np.array([rule.skips and Op.RECV_F in rule.needs for rule, _ in rules], bool)[number]
     needs[skips & (needs_part >= own_stage)] = -1  # the token of a decode step is no skip
-    every = np.array([rule.every for rule, *_ in rules], dtype=np.int64)[number]
-    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule, *_ in rules], dtype=bool)[number]
+    every = np.array([rule.every for rule, _ in rules], dtype=np.int64)[number]
+    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule, _ in rules], dtype=bool)[number]
     group = np.zeros_like(kind) if groups is None else groups[own_stage]
     # 2: the task of via is of each group of micro-batches too.
     every[(every > 0) & ~reduces & (group > 0)] = 2
     span = np.where(reduces & (group > 0), group, batch_size)
-    to_slice = np.array([rule.slice for rule, *_ in rules], dtype=np.int64)[number]
+    to_slice = np.array([rule.slice for rule, _ in rules], dtype=np.int64)[number]
     every[to_slice < 0], every[to_slice > 0] = 3, 4
-    every[np.array([rule.decode for rule, *_ in rules], dtype=bool)[number]] = 5
+    every[np.array([rule.decode for rule, _ in rules], dtype=bool)[number]] = 5
     applies = np.flatnonzero((needs.max(axis=1) >= 0) | (via.max(axis=1) >= 0))
     by_kind = CSR.group(kind[applies], len(kinds))
     order = applies[by_kind.values]
@@ -235,14 +235,14 @@ def _cells(kinds: Kinds, part: Ints, width: int, n_peers: int = 0) -> NDArray[np
 
 
 def _with_stages(
-    kinds: Kinds, rules: Sequence[tuple[Rule, int, int]], number: Ints, kind: Ints, tied: Tied
+    kinds: Kinds, rules: Sequence[tuple[Rule, int]], number: Ints, kind: Ints, tied: Tied
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Return one row for each stage whose tasks a kind may need by a rule (`Rule.over`).
 
     ``number`` and ``kind`` are pairs of rule and kind. The result has the columns number, kind, and
     replica and stage of the needed tasks; to the stage, the offset of the rule is yet to be added.
     """
-    over = np.array([rule.over != "stage" for rule, *_ in rules], dtype=bool)[number]
+    over = np.array([rule.over != "stage" for rule, _ in rules], dtype=bool)[number]
     replica, stage = kinds.replica[kind], kinds.stage[kind]
     if not over.any():
         return number, kind, replica, stage
@@ -256,7 +256,7 @@ def _with_stages(
     member = np.zeros((len(tied) + 1, homes.shape[1]), dtype=bool)  # of groups; none in the last
     for group, of_group in enumerate(tied):
         member[group, list(of_group)] = True
-    numbers = np.array([group if rule.over == "group" else -1 for rule, group, _ in rules])
+    numbers = np.array([group if rule.over == "group" else -1 for rule, group in rules])
     own = numbers[number[row]]
     in_group = member[own, stages] & member[own, stage[row]] & (replicas == replica[row])
     kept = (own < 0) | in_group
@@ -265,8 +265,8 @@ def _with_stages(
 
 def _expanded_rules(
     kinds: Kinds, n_tied: int, has_slices: bool, decodes: bool, edges: Edges
-) -> list[tuple[Rule, int, int]]:
-    """Return `RULES`, the group of tied stages of each, and its only stage; -1 for none.
+) -> list[tuple[Rule, int]]:
+    """Return `RULES` and the group of tied stages of each, -1 for none.
 
     Rules between slices are left out unless ``has_slices``, that of decode steps unless
     ``decodes``.
@@ -283,7 +283,7 @@ def _expanded_rules(
         )
     )
     in_graph = set(kinds.op.tolist())
-    rules: list[tuple[Rule, int, int]] = []
+    rules: list[tuple[Rule, int]] = []
     segments = kinds.is_op(SEGMENTED) & (kinds.part >= 0)
     all_rules = RULES + segment_rules(1 + int(kinds.part[segments].max(initial=0)))
     n_stages = 1 + int(kinds.stage.max(initial=0))
@@ -294,15 +294,13 @@ def _expanded_rules(
         if is_absent or (rule.slice and not has_slices):
             continue
         if not (rule.skips or rule.buckets):
-            rules.append((rule, group, -1))
-        if rule.stage and edges:
-            apart = [edge for edge in edges if edge[1] > edge[0] + 1]
-            of_edges = (rule_of_edge(rule, *edge) for edge in apart)
-            rules.extend((own, group, stage) for own, stage in of_edges)
+            rules.append((rule, group))
+        if rule.stage:
+            rules.extend((rule_of_edge(rule, *edge), group) for edge in skip_edges(edges))
         skips = peers if rule.skips and not edges else ()
         for number in [*skips, *(buckets if rule.buckets else ())]:
             via = tuple(x._replace(part=number) for x in rule.via)
-            rules.append((rule._replace(needs_part=number, via=via), group, -1))
+            rules.append((rule._replace(needs_part=number, via=via), group))
     return rules
 
 

@@ -112,10 +112,9 @@ class TaskGraph:
         Number of the host that issues a device's tasks; shape ``(n_devices,)`` (rule 7).
     options
         Options of the lowering. The graph has them as attributes too: `edges`, `recompute`,
-        `overlap`,
-        `rendezvous`, `host_threads`, `n_batches`, `n_slices`, `grad_sync`, `weight_versions`,
-        `skips`, `portals`, `forward_only`, `tied`, `prefetch`, `expert_replicas`,
-        `offload_shares` and `offload_to`.
+        `overlap`, `rendezvous`, `host_threads`, `n_batches`, `n_slices`, `prompt_slices`,
+        `grad_sync`, `weight_versions`, `skips`, `portals`, `forward_only`, `tied`, `prefetch`,
+        `expert_replicas`, `offload_shares` and `offload_to`.
 
     Examples
     --------

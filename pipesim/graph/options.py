@@ -25,7 +25,7 @@ from pipesim.errors import (
 from pipesim.graph.skips import Skip, checked_skips, skip_from_text, skip_text, skips_of
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import Op
-from pipesim.scheduling.placement import Edges, checked_edges
+from pipesim.scheduling.placement import Edges, checked_edges, skip_edges
 from pipesim.scheduling.schedule import Schedule, Versions
 from pipesim.utils.checks import Count, Whole, checked
 from pipesim.utils.csr import Ints
@@ -122,6 +122,17 @@ def _values_of_stages(
     return list(value)
 
 
+def values_text(values: object) -> str:
+    """Return the text that `parse_values` reads."""
+    return _BETWEEN.join(map(str, values if isinstance(values, tuple) else (values,)))
+
+
+def parse_values(text: str) -> str | int | tuple[str | int, ...]:
+    """Read a value, or one a stage or device: ``"every"``, ``"2"``, ``"every/2/last"``."""
+    values = tuple(text if (k := parse_int(text)) is None else k for text in text.split(_BETWEEN))
+    return values if len(values) > 1 else values[0]
+
+
 # Compute tasks that a fetch may run beside: one number, or one a device.
 
 #: As a graph has it.
@@ -136,14 +147,10 @@ def checked_prefetch(prefetch: PrefetchArgument, n_devices: int) -> Prefetch:
     Texts have the numbers of devices between slashes, ``"1/2/2"``. Devices that a mapping does not
     name have 1.
     """
-    if isinstance(prefetch, str):
-        numbers = [
-            text if (k := parse_int(text)) is None else k for text in prefetch.split(_BETWEEN)
-        ]
-        prefetch = numbers if len(numbers) > 1 else numbers[0]  # type: ignore[assignment]
-    values = _values_of_stages("prefetch", prefetch, n_devices, 1, 2, "device")
+    own = parse_values(prefetch) if isinstance(prefetch, str) else prefetch
+    values = _values_of_stages("prefetch", own, n_devices, 1, 2, "device")
     if values is None:
-        return check_count("prefetch", prefetch, 0)
+        return check_count("prefetch", own, 0)
     counts = tuple(check_count(f"prefetch of device {d}", x, 0) for d, x in enumerate(values))
     return counts[0] if len(set(counts)) == 1 else counts
 
@@ -287,7 +294,7 @@ def checked_grad_sync(grad_sync: GradSyncArgument, n_stages: int, batch_size: in
     stages have ``"last"``.
     """
     if isinstance(grad_sync, str) and grad_sync not in GRAD_SYNC:
-        grad_sync = parse_grad_sync(grad_sync)
+        grad_sync = parse_values(grad_sync)
     listed = _values_of_stages("grad_sync", grad_sync, n_stages, "last", "every")
     if listed is None:
         return _checked_times(grad_sync, "grad_sync", batch_size)
@@ -333,17 +340,6 @@ def group_sizes(grad_sync: GradSyncs, n_stages: int) -> Ints:
     values = grad_sync_by_stage(grad_sync, n_stages)
     groups: Ints = np.array([sizes[x] if isinstance(x, str) else x for x in values], dtype=np.int64)
     return groups
-
-
-def grad_sync_text(grad_sync: GradSyncs) -> str:
-    """Return the text that `parse_grad_sync` reads."""
-    return _BETWEEN.join(map(str, grad_sync if isinstance(grad_sync, tuple) else (grad_sync,)))
-
-
-def parse_grad_sync(text: str) -> str | int | tuple[str | int, ...]:
-    """Read a value, or one a stage: ``"every"``, ``"2"``, ``"every/2/last"``."""
-    values = tuple(text if (k := parse_int(text)) is None else k for text in text.split(_BETWEEN))
-    return values if len(values) > 1 else values[0]
 
 
 # Groups of tied stages: stages with copies of one parameter, such as an embedding and a head.
@@ -492,7 +488,7 @@ class LoweringOptions:
     def __post_init__(self) -> None:
         if not self.edges:
             return
-        skips = tuple(edge for edge in self.edges if edge[1] > edge[0] + 1)
+        skips = skip_edges(self.edges)
         if not self.portals or self.skips not in ((), skips):
             raise ArgumentError(
                 f"stages have the edges {list(self.edges)}, so that their skips are "
@@ -533,13 +529,14 @@ class LoweringOptions:
             )
         groups = checked_tied(record.tied, n_stages)
         check_tied_kinds(kinds, groups)
-        alone = np.flatnonzero(paired_devices(kinds.homes) == np.arange(kinds.homes.max() + 1))
-        moves = np.isin(kinds.device, alone) & (kinds.op == Op.OFFLOAD)
-        if record.offload_to == "peer" and moves.any():
-            raise GraphError(
-                f'offload_to="peer", but device {kinds.device[moves][0]} is the middle of its '
-                "pipeline and has no peer; leave out its OFFLOADs"
-            )
+        if record.offload_to == "peer":
+            alone = np.flatnonzero(paired_devices(kinds.homes) == np.arange(kinds.homes.max() + 1))
+            moves = np.isin(kinds.device, alone) & (kinds.op == Op.OFFLOAD)
+            if moves.any():
+                raise GraphError(
+                    f'offload_to="peer", but device {kinds.device[moves][0]} is the middle of its '
+                    "pipeline and has no peer; leave out its OFFLOADs"
+                )
         return replace(
             record,
             grad_sync=checked_grad_sync(record.grad_sync, n_stages, batch_size),
@@ -568,7 +565,7 @@ FILE_OPTIONS = tuple(
 #: Text of an option that is neither a flag, a count nor a name, and what reads the text. Values are
 #: checked with the graph.
 _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
-    "grad_sync": (grad_sync_text, parse_grad_sync),
+    "grad_sync": (values_text, parse_values),
     "skips": (
         lambda skips: " ".join(map(skip_text, skips)),
         lambda text: [skip_from_text(skip) for skip in text.split()],
@@ -578,7 +575,7 @@ _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
         lambda text: [skip_from_text(edge) for edge in text.split()],
     ),
     "tied": (lambda tied: tied_text(tied).replace(",", " "), str.split),
-    "prefetch": (lambda x: _BETWEEN.join(map(str, x if isinstance(x, tuple) else (x,))), str),
+    "prefetch": (values_text, str),
     "offload_shares": (lambda shares: _BETWEEN.join(map(repr, shares)), str),
 }
 

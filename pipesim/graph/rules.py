@@ -17,6 +17,7 @@ from pipesim.ops import (
     expert_exchange,
     is_expert_exchange,
 )
+from pipesim.scheduling.placement import Edges, skip_edges
 
 #: The stages of the needed tasks: the one at the offset ``stage``, of the task's replica; those of
 #: the task's group of tied stages on its device, of its replica; all those on its device, of all
@@ -77,6 +78,8 @@ class Rule(NamedTuple):
     #: sequence, +1 for the slice after; 0 for rules that need no other slice. Rules with an offset
     #: hold in graphs of several slices a sequence; the first or last slice needs none.
     slice: int = 0
+    #: The only stage whose tasks have the need; -1 for all.
+    of_stage: int = -1
     #: Whether the rule holds for decode steps alone: slices behind those of the prompt.
     decode: bool = False
 
@@ -209,14 +212,15 @@ def decode_rule(n_stages: int) -> Rule:
     return Rule((Op.F,), (Op.F,), last, via, slice=-1, decode=True)
 
 
-def rule_of_edge(rule: Rule, source: int, target: int) -> tuple[Rule, int]:
-    """Return a rule with a stage offset for an edge that is no step of a chain, and its stage.
+def rule_of_edge(rule: Rule, source: int, target: int) -> Rule:
+    """Return a rule with a stage offset for an edge that is no step of a chain.
 
-    The stage is the target if the rule needs a stage before, the source if it needs one after. Such
-    an edge has messages of its own, as a skip connection: their part is the stage at the other end.
+    It is for one stage: the target if the rule needs a stage before, the source if it needs one
+    after. Such an edge has messages of its own, as a skip connection: their part is the stage at
+    the other end.
 
-    >>> rule, stage = rule_of_edge(RULES[0], 0, 2)  # F needs F
-    >>> stage, rule.stage, rule.via[0]
+    >>> rule = rule_of_edge(RULES[0], 0, 2)  # F needs F
+    >>> rule.of_stage, rule.stage, rule.via[0]
     (2, -2, Via(op=<Op.RECV_F: 6>, stage=0, part=0))
     """
     stage, other = (target, source) if rule.stage < 0 else (source, target)
@@ -226,7 +230,7 @@ def rule_of_edge(rule: Rule, source: int, target: int) -> tuple[Rule, int]:
         else x._replace(stage=other - stage if x.stage else 0)
         for x in rule.via
     )
-    return rule._replace(stage=other - stage, via=via), stage
+    return rule._replace(stage=other - stage, via=via, of_stage=stage)
 
 
 #: Operations whose parts have rules of their own.
@@ -237,7 +241,7 @@ PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 
 
 def data_sources(
-    op: Op, part: int = -1, stage: int = 0, edges: tuple[tuple[int, int], ...] = ()
+    op: Op, part: int = -1, stage: int = 0, edges: Edges = ()
 ) -> tuple[tuple[tuple[Op, int, int], ...], ...]:
     """Return the tasks that can deliver a task's input, the preferred one first.
 
@@ -262,9 +266,10 @@ def data_sources(
     rules = [r for r in own if r.carries and op in r.ops and r.part in (None, part)]
     rows = [rules]
     if edges:  # an edge is one to the stage if a rule needs a stage before, else one from it
+        apart = skip_edges(edges)
         ends = {int(rule.stage < 0) for rule in rules if rule.stage}
         rows = [
-            [rule_of_edge(r, *edge)[0] if r.stage and edge[1] > edge[0] + 1 else r for r in rules]
+            [rule_of_edge(r, *edge) if r.stage and edge in apart else r for r in rules]
             for edge in edges
             if any(edge[end] == stage for end in ends)
         ] or [[rule for rule in rules if not rule.stage]]

@@ -84,9 +84,8 @@ def border_crossings(skips: Iterable[Skip], portals: bool) -> dict[Skip, list[in
     return dict(sorted(messages.items()))
 
 
-def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, ...]:
-    """Return the skips of a graph: the given ones, or by default those of its messages."""
-    pairs = checked_skips(skips, int(kinds.stage.max(initial=-1)) + 1)
+def skips_of(kinds: Kinds, pairs: tuple[Skip, ...], portals: bool) -> tuple[Skip, ...]:
+    """Return the skips of a graph: ``pairs``, or those of its messages if there are none."""
     is_message = (kinds.peer_stage >= 0) & ~kinds.returns_tokens
     if not is_message.any():
         return pairs

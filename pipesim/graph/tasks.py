@@ -459,7 +459,7 @@ _RANGES = {
     "replica": (0, _LARGEST, _FROM_0),
     "peer_stage": (-1, _LARGEST, f"{_FROM_0}, and give -1 to all but messages of skips"),
     "part": (-1, _LARGEST, f"{_FROM_0}, and give -1 to tasks without parts"),
-    "overlapped": (0, 1, "mark both halves of an overlapped F and B by 1"),
+    "overlapped": (0, 1, "mark both halves of an overlapped F and B or I by 1"),
     "group": (-1, 2**63 - 1, "give -1 to tasks without a collective"),
 }
 #: Columns that may be omitted.
@@ -557,17 +557,16 @@ def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:
 
 
 def _check_peers(tasks: Tasks, *, decodes: bool) -> None:
-    """Raise for tasks with a ``peer_stage`` that are no messages of a skip to or from it."""
+    """Raise for tasks with a ``peer_stage`` that are no messages of a skip, or token, with it."""
     if tasks.peer_stage is None:
         return
     direction = np.sign(tasks.peer_stage - tasks.stage)
     ends = np.sort([tasks.stage, tasks.peer_stage], axis=0)
     is_token = decodes & (ends[0] == 0) & (ends[1] == tasks.stage.max(initial=-1))
     exists = tasks.peer_stage <= tasks.stage.max(initial=-1)
-    right = np.zeros(len(tasks), dtype=bool)
+    right = is_token & np.isin(tasks.op, [Op.SEND_F, Op.RECV_F])
     for op, sign in ((Op.SEND_F, 1), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 1)):
-        is_forward = (tasks.op == Op.SEND_F) | (tasks.op == Op.RECV_F)
-        right |= (tasks.op == op) & ((direction == sign) | (is_forward & is_token)) & exists
+        right |= (tasks.op == op) & (direction == sign) & exists
     wrong = np.flatnonzero((tasks.peer_stage >= 0) & ~right)
     if len(wrong):
         row = wrong[0]

@@ -17,9 +17,9 @@ from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.exchanges import Exchanges, exchange_kinds
 from pipesim.lowering.expert_segments import expert_exchange_kinds
 from pipesim.lowering.issue_order import Partners
-from pipesim.ops import RECVS, TRANSFERS, WEIGHT_GRADS, Op
+from pipesim.ops import INPUT_GRADS, RECVS, TRANSFERS, WEIGHT_GRADS, Op
 from pipesim.scheduling.memory_checks import FEWER_TASKS
-from pipesim.scheduling.placement import Edges, follows_previous
+from pipesim.scheduling.placement import Edges, neighbors
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.host_memory import check_memory
 
@@ -88,7 +88,7 @@ def _add_messages(
     into: list[tuple[Ints, Ints]] = []
     n, tables = 0, list[Kinds]()
     for recv, (send, offset) in PAIRS.items():
-        producers = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
+        producers = frozenset({Op.F}) if send == Op.SEND_F else INPUT_GRADS
         messages = _messages(compute, producers, -offset, borders, edges)
         replica, stage, to = messages.replica, messages.stage, messages.to
         source, target = homes[replica, stage], homes[replica, to]
@@ -131,10 +131,8 @@ def _messages(
     pairs = np.array(borders, dtype=np.int64).reshape(-1, 2).T[::step]
     which, border = np.nonzero(kinds.stage[own][:, None] == pairs[0])
     producer = np.concatenate([own, own[which]])
-    follows = np.append(follows_previous(edges, n_stages), False)
     # At either end of a chain, the target is the stage itself, which needs no message.
-    is_step = follows[kinds.stage[own] + (step > 0)]
-    to = np.concatenate([kinds.stage[own] + np.where(is_step, step, 0), pairs[1][border]])
+    to = np.concatenate([neighbors(edges, n_stages, step)[kinds.stage[own]], pairs[1][border]])
     is_skip = np.arange(len(producer)) >= len(own)
     is_remote = homes[kinds.replica[producer], to] != kinds.device[producer]
     producer, to, is_skip = producer[is_remote], to[is_remote], is_skip[is_remote]

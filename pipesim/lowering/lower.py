@@ -33,9 +33,9 @@ from pipesim.graph.options import (
     checked_grad_sync,
     checked_prefetch,
     grad_sync_by_stage,
-    grad_sync_text,
     group_sizes,
     host_of_devices,
+    values_text,
 )
 from pipesim.graph.skips import border_crossings, checked_skips
 from pipesim.graph.verify import verify, verify_listing
@@ -110,7 +110,7 @@ def checked_collectives(
     groups = tuple(group_sizes(syncs, n_stages).tolist())
     if n_paths > 1 and any(groups):
         raise ArgumentError(
-            f'grad_sync="{grad_sync_text(syncs)}", but schedule {schedule.name!r} has {n_paths} '
+            f'grad_sync="{values_text(syncs)}", but schedule {schedule.name!r} has {n_paths} '
             "paths, each with other micro-batches; take a schedule of one path"
         )
     reduces = n_replicas * n_paths > 1
@@ -338,7 +338,7 @@ def lower(
         one number a device, the same as text, ``"1/2/2"``, or a mapping from devices, whose other
         devices have 1.
     offload
-        Activations that wait in host memory for their backward (PipeOffload, arXiv 2503.01328):
+        Activations that wait off their device for their backward (PipeOffload, arXiv 2503.01328):
         OFFLOAD moves them after F, and RELOAD brings them back before R, B or I, on streams of
         their own if transfers overlap.
 

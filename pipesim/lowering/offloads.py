@@ -33,7 +33,7 @@ from pipesim.graph.options import (
 from pipesim.graph.tasks import Kinds, ListedTasks, StreamKind
 from pipesim.lowering.issue_order import Issued
 from pipesim.ops import KEPT, RECVS, SENDS, Op
-from pipesim.scheduling.placement import Edges, stage_pairs
+from pipesim.scheduling.placement import Edges, entry_stages
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
 
@@ -119,15 +119,12 @@ def with_offloads(
     if offloads.is_none:
         return kinds, issued, ()
     order = ListedTasks.by_device(kinds, issued.kind)
-    held = _activations(offloads, kinds, issued, order)
+    held = _activations(offloads, kinds, issued, order, edges)
     if offloads.target == "peer":  # the middle of an odd number of devices has none
         has_peer = paired_devices(kinds.homes)[held.device] != held.device
         held = _Activations(*(column[has_peer] for column in held))
     n_stages = kinds.homes.shape[1]
     ahead = prefetch_by_device(offloads.prefetch, kinds.homes.max() + 1, len(issued.kind))
-    if edges:  # inputs of other stages than 0 may be the caller's too
-        has_source = np.isin(held.stage, stage_pairs(edges, n_stages)[:, 1])
-        held = _Activations(*(column[has_source | ~held.is_input] for column in held))
     chosen = _chosen(offloads, held, n_stages, ahead[held.device])
     if not chosen.any():
         raise ArgumentError(
@@ -159,11 +156,11 @@ def with_offloads(
 
 
 def _activations(
-    offloads: Offloads, kinds: Kinds, issued: Issued, order: ListedTasks
+    offloads: Offloads, kinds: Kinds, issued: Issued, order: ListedTasks, edges: Edges
 ) -> _Activations:
     """Return the activations of all forwards that keep any.
 
-    Those of sharded stages are left out, and so are inputs of stage 0, which are the caller's.
+    Those of sharded stages are left out, and so are inputs of the pipeline, which are the caller's.
     """
     own, microbatch = issued.kind[order.tasks], issued.microbatch[order.tasks]
     op, stage, replica = kinds.op[own], kinds.stage[own], kinds.replica[own]
@@ -178,7 +175,8 @@ def _activations(
     forwards = (op == Op.F) & kinds.completes[own]
     forwards = np.flatnonzero(forwards & ~np.isin(stage, offloads.sharded))
     forwards = forwards[consumer[cell[forwards]] < none]
-    forwards = forwards[~is_input[cell[forwards]] | (stage[forwards] > 0)]
+    is_entry = np.isin(stage[forwards], entry_stages(edges, n_stages))
+    forwards = forwards[~is_input[cell[forwards]] | ~is_entry]
     cells = cell[forwards]
     return _Activations(
         cells,

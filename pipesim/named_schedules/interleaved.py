@@ -15,7 +15,6 @@ import numpy as np
 from pipesim.errors import ArgumentError, check_count
 from pipesim.named_schedules.patterns import (
     Merged,
-    alternate,
     checked_merged,
     merged_orders,
     number_microbatches,
@@ -352,11 +351,7 @@ def _build(name: str, p: int, m: int, n_chunks: int, rounds: _Rounds) -> Schedul
 
     placement, device = Placement.looped(p, n_chunks), np.arange(p, dtype=np.int32)
     warm_up = np.minimum((n_chunks - 1) * rounds.size + rounds.per_hop * (p - 1 - device), n)
-    ops, k, *pairs = (
-        merged_orders(n, warm_up, rounds.merged)
-        if rounds.merged
-        else alternate(n, warm_up, rounds.w_delay)
-    )
+    ops, k, *pairs = merged_orders(n, warm_up, rounds.merged, rounds.w_delay)
     stages = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k]) * p + device[:, None]
     del k  # large
     microbatches = number_microbatches(ops.ravel(), stages.ravel()).reshape(ops.shape)

@@ -71,13 +71,15 @@ def checked_merged(merged: object) -> Merged:
 
 
 def merged_orders(
-    n: int, warm_up: Ints, merged: Merged
-) -> tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.bool_]]:
+    n: int, warm_up: Ints, merged: Merged, w_delay: Ints | None = None
+) -> tuple[NDArray[Any], ...]:
     """Return orders as `alternate` does, and which F run as one action with the backward after it.
 
     The warm-up has one forward more, so that no pair needs its own forward: ``warm_up`` is that of
-    devices without pairs, one number a device.
+    devices without pairs, one number a device. Without ``merged`` there are orders alone.
     """
+    if not merged:
+        return alternate(n, warm_up, w_delay)
     later = np.minimum(warm_up + 1, n)
     ops, k = alternate(n, later, np.zeros_like(later) if merged == "delayed_w" else None)
     return ops, k, (ops == Op.F) & (k >= later[:, None])
@@ -98,10 +100,8 @@ def alternating_schedule(
 
     placement, devices = Placement.linear(n_devices), np.arange(n_devices, dtype=np.int32)
     delays = warm_up_per_hop * devices
-    ops, microbatches, *pairs = (
-        merged_orders(n_microbatches, delays[::-1], merged)
-        if merged
-        else alternate(n_microbatches, delays[::-1], delays if split else None)
+    ops, microbatches, *pairs = merged_orders(
+        n_microbatches, delays[::-1], merged, delays if split else None
     )
     stages = np.broadcast_to(devices[:, None], ops.shape)
     columns = zip(ops, stages, microbatches, *pairs, strict=True)

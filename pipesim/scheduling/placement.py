@@ -369,14 +369,14 @@ class Placement:
             device_of.extend(devices)
         edges = [(s, s + 1) for first, last in ends.values() for s in range(first, last)]
         for name, target in ((a, b) for a, bs in feeds.items() for b in _names(bs)):
-            check_name("module in feeds", name, list(ends))
-            check_name(f"module fed by {name!r}", target, list(ends))
-            if ends[str(name)][0] >= ends[str(target)][0]:
+            name = check_name("module in feeds", name, list(ends))
+            target = check_name(f"module fed by {name!r}", target, list(ends))
+            if ends[name][0] >= ends[target][0]:
                 raise ArgumentError(
                     f"feeds: {name!r} feeds {target!r}, which comes no later in modules; list a "
                     "module before those that it feeds"
                 )
-            edges.append((ends[str(name)][1], ends[str(target)][0]))
+            edges.append((ends[name][1], ends[target][0]))
         return Placement(device_of, edges=edges)
 
 
@@ -436,6 +436,17 @@ def follows_previous(edges: Edges, n_stages: int) -> NDArray[np.bool_]:
     follows[:1] = False
     follows[[target for source, target in edges if target == source + 1]] = True
     return follows
+
+
+def neighbors(edges: Edges, n_stages: int, step: int) -> NDArray[np.int64]:
+    """Return the stage one ``step`` (1 or -1) from each stage, itself where no edge goes there."""
+    follows, stages = np.append(follows_previous(edges, n_stages), False), np.arange(n_stages)
+    return stages + np.where(follows[stages + (step > 0)], step, 0)
+
+
+def skip_edges(edges: Edges) -> Edges:
+    """Return the edges that are no step of a chain: their messages have the form of a skip's."""
+    return tuple(edge for edge in edges if edge[1] > edge[0] + 1)
 
 
 @lru_cache(maxsize=32)

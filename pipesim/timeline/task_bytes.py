@@ -14,13 +14,13 @@ from pipesim.costs.pricing import (
     held_bytes,
     kept_inputs,
     moved_bytes,
+    outputs_before,
     skip_sizes,
 )
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import border_bytes, message_bytes
 from pipesim.ops import COPIES, WEIGHT_GRADS, Op
-from pipesim.scheduling.placement import follows_previous
 from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.jit import kernel
 
@@ -342,11 +342,10 @@ def _forward_kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]
     of the next stage, whose F releases it. Without a message, the F of the next stage releases it.
     An output that goes to no stage counts as 0.
     """
-    n_stages, kinds = graph.n_stages, graph.kinds
-    outputs = costs.per_stage("output_bytes", n_stages)
+    kinds, outputs = graph.kinds, costs.per_stage("output_bytes", graph.n_stages)
     skip_bytes = skip_sizes(graph, costs)
     skips = message_bytes(kinds, graph.skips, graph.portals, skip_bytes)
-    consumed = np.where(follows_previous(graph.edges, n_stages), np.roll(outputs, 1), 0.0)
+    consumed = outputs_before(graph, costs)
     produced = np.roll(consumed, -1)
     for (source, target), size in border_bytes(graph.skips, graph.portals, skip_bytes):
         produced[source] += size
