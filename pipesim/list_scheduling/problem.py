@@ -81,7 +81,8 @@ def make_problem(
     check_memory(f"ordering {n_actions} actions", n_actions * _BYTES_PER_ACTION, FEWER_TASKS)
     different, number = distinct_costs(costs, n_microbatches)
     phases = ("forward", "input_grad", "weight_grad") if split else ("forward", "backward")
-    values = [_lane_values(placement, x, phases) for x in different]
+    arcs = source, target, _ = lane_arcs(placement, len(phases))
+    values = [_lane_values(placement, x, phases, arcs) for x in different]
     _check_sums(values, n_microbatches, n_paths)
     in_flight_of_stages = checked_in_flight(in_flight, n_stages)  # may be too large for a float
     home = np.array(placement.paths).T.ravel()
@@ -90,7 +91,6 @@ def make_problem(
     first = np.cumsum(count) - count
     seconds, delay, f_bytes, w_bytes = map(np.array, zip(*values, strict=True))
     classes = np.split(number, first[1:])  # of the micro-batches of each path
-    source, target, _ = lane_arcs(placement, len(phases))
 
     def of_actions(rows: Floats, of_path: Ints | None = None) -> Floats:
         """Return the values of lanes, given for each class, as one an action."""
@@ -138,7 +138,9 @@ class _LaneValues(NamedTuple):
     w_bytes: Floats
 
 
-def _lane_values(placement: Placement, costs: Costs, phases: tuple[str, ...]) -> _LaneValues:
+def _lane_values(
+    placement: Placement, costs: Costs, phases: tuple[str, ...], arcs: tuple[Ints, Ints, Ints]
+) -> _LaneValues:
     """Return the values of the actions of one micro-batch."""
     n_stages, n_paths = placement.n_stages, placement.n_paths
     f_bytes, w_bytes = (
@@ -153,7 +155,7 @@ def _lane_values(placement: Placement, costs: Costs, phases: tuple[str, ...]) ->
     seconds = [costs.per_stage(name, n_stages) for name in phases]
     return _LaneValues(
         seconds=np.concatenate([np.repeat(row, n_paths) for row in seconds]),
-        delay=_delays(placement, costs, len(phases)),
+        delay=_delays(placement, costs, arcs),
         f_bytes=f_bytes,
         w_bytes=w_bytes,
     )
@@ -207,7 +209,7 @@ def lane_arcs(placement: Placement, n_phases: int) -> tuple[Ints, Ints, Ints]:
     before, after = (
         (stage[:, None] * n_paths + path).ravel() for stage in (pairs[:, 0], pairs[:, 1])
     )
-    last = np.setdiff1d(np.arange(n_copies), before)
+    last = np.flatnonzero(np.bincount(before, minlength=n_copies) == 0)
     edge = 2 * np.repeat(np.arange(len(pairs)), n_paths)
     backward = np.arange(n_copies, 2 * n_copies if n_phases > WEIGHT else n_copies)
     source = np.concatenate([before, n_copies + after, last, backward])
@@ -217,10 +219,10 @@ def lane_arcs(placement: Placement, n_phases: int) -> tuple[Ints, Ints, Ints]:
     return source[order], target[order], message[order]
 
 
-def _delays(placement: Placement, costs: Costs, n_phases: int) -> Floats:
+def _delays(placement: Placement, costs: Costs, arcs: tuple[Ints, Ints, Ints]) -> Floats:
     """Return the seconds of the message of each arc; 0 for an arc without one."""
     pairs = stage_pairs(placement.edges, placement.n_stages)
-    source, target, message = lane_arcs(placement, n_phases)
+    source, target, message = arcs
     sent = np.flatnonzero(message >= 0)
     stages = pairs[message[sent] // 2]
     nbytes, fixed = (

@@ -20,7 +20,7 @@ from pipesim.errors import ArgumentError
 from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.model_sizes import check_divides, check_size
 from pipesim.models.placed_split import stage_sizes
-from pipesim.models.shard import Shard
+from pipesim.models.shard import Shard, with_layout
 from pipesim.models.stage_seconds import stage_seconds
 from pipesim.network.network import Network
 from pipesim.utils.checks import Count, checked
@@ -49,6 +49,7 @@ def balanced_slices(
             f"got n_slices={n_slices} and first={first}; give one: the number of slices, or the "
             "tokens of the first"
         )
+    shard = with_layout(shard, layers_per_stage)
     rates = None if gpu is None else as_gpu(gpu)
     whole = stage_seconds(shard, rates, flops_per_second, network)
     sizes = stage_sizes(

@@ -356,7 +356,8 @@ def costs_of_shards(
     own = {shard: costs_of(shard) for shard in dict.fromkeys(chain.from_iterable(shards))}
     sets = [frozenset(groups) for groups in shards]
     distinct = {groups: k for k, groups in enumerate(dict.fromkeys(sets))}
-    parts = [most_costs(costs, [own[shard] for shard in groups]) for groups in distinct]
+    of_groups = ([own[shard] for shard in groups] for groups in distinct)
+    parts = [most_costs(costs, x) if len(x) > 1 else x[0] for x in of_groups]
     column = [distinct[groups] for groups in sets]
     return joined_microbatches(costs, parts, np.array(column))
 
@@ -364,9 +365,8 @@ def costs_of_shards(
 class ShardCosts:
     """Costs of the stages of a shard on its devices, called with the layers of each stage.
 
-    A stage's values depend on its layers, and on whether it is the first or the last one. They are
-    computed once. Arguments are those of `stage_seconds`, `pipesim.Transformer.costs` and
-    `pipesim.Costs`.
+    A stage's values depend on its `StageKey`, and are computed once for each. Arguments are those
+    of `stage_seconds`, `pipesim.Transformer.costs` and `pipesim.Costs`.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesim.costs.layer_split import StageModules
@@ -143,28 +144,39 @@ class StageKey(NamedTuple):
         return total + self.n_experts * experts if self.n_experts else total
 
 
-def stage_keys(shard: Shard, sizes: Sequence[int]) -> list[StageKey]:
+def stage_modules(shard: Shard, n_stages: int) -> tuple[StageModules, ...]:
+    """Return the modules behind the layers of each stage: of the layout, or all on the last."""
+    mtp = shard.model.mtp_layers
+    last = StageModules(mtp, 1 + mtp)
+    return shard.modules or (*(StageModules(0, 0),) * (n_stages - 1), last)
+
+
+def stage_keys(shard: Shard, sizes: Sequence[int]) -> tuple[StageKey, ...]:
     """Return the modules of each stage, given its layers; the model's first ones are dense."""
-    model, keys = shard.model, list[StageKey]()
-    dense = model.n_layers - model.n_expert_layers
-    modules = shard.modules
-    if not modules:  # the last stage has all
-        last = StageModules(model.mtp_layers, 1 + model.mtp_layers)
-        modules = (*(StageModules(0, 0),) * (len(sizes) - 1), last)
+    model = shard.model
+    modules = stage_modules(shard, len(sizes))
+    return _stage_keys(tuple(sizes), modules, model.n_layers, model.n_expert_layers)
+
+
+@lru_cache(maxsize=256)
+def _stage_keys(
+    sizes: tuple[int, ...], modules: tuple[StageModules, ...], n_layers: int, n_expert_layers: int
+) -> tuple[StageKey, ...]:
+    keys, dense = list[StageKey](), n_layers - n_expert_layers
     for stage, (n, (mtp, losses, outputs)) in enumerate(zip(sizes, modules, strict=True)):
         n_dense = min(n, dense)
         dense -= n_dense
         n_experts = n - n_dense
         if mtp:
-            n_dense += mtp * (model.n_expert_layers == 0)
-            n_experts += mtp * (model.n_expert_layers > 0)
+            n_dense += mtp * (n_expert_layers == 0)
+            n_experts += mtp * (n_expert_layers > 0)
         keys.append(StageKey(n_dense, n_experts, stage == 0, losses, mtp, outputs))
-    return keys
+    return tuple(keys)
 
 
 def sent_states(shard: Shard, sizes: Sequence[int]) -> list[int]:
     """Return the number of hidden states in the output of each stage."""
-    return [stage.outputs for stage in shard.modules] or [1] * len(sizes)
+    return [stage.outputs for stage in stage_modules(shard, len(sizes))]
 
 
 def per_stage(

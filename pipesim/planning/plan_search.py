@@ -134,9 +134,14 @@ class PlanSearch:
         self.left = self.left[place:]
         graph_settings = attrgetter(
             "schedule", "pipeline_parallel", "n_chunks", "n_microbatches", "data_parallel",
-            "shard_optimizer", "n_slices", "merged",
+            "shard_optimizer", "n_slices",
         )  # fmt: skip
-        chosen.sort(key=lambda row: graph_settings(row[0]))  # those of one worker share graphs
+
+        def key(row: tuple[PlanChoice, Bounds]) -> tuple[Any, ...]:
+            choice, _ = row
+            return *graph_settings(choice), str(choice.merged), choice.group_size or 0
+
+        chosen.sort(key=key)  # those of one worker share graphs
         return [chosen[k : k + _BATCH] for k in range(0, len(chosen), _BATCH)], n_done
 
     def _result(self, choice: PlanChoice, bounds: Bounds) -> Evaluation:

@@ -52,6 +52,15 @@ def test_first_gives_the_dynamic_chunks_of_sglang() -> None:
     assert MODEL.balanced_slices(STAGES, first=first, multiple=page, **RATE) == expected
 
 
+def test_slices_of_a_layout_with_losses_before_the_last_stage() -> None:
+    """Multi-token prediction on the slowest stage counts there."""
+    model = ps.Transformer.preset("llama3_8b", n_layers=8, mtp_layers=1, sequence_length=65536)
+    layout = "Et*2|t*2|t*2|t*2m|L"
+    slices = model.balanced_slices(layout, 4, **RATE)
+    seconds = np.max(model.costs(layout, slices=slices, **RATE).forward, axis=0)
+    assert seconds.max() < 1.01 * seconds.min()
+
+
 @pytest.mark.slow
 def test_slices_take_equal_seconds_on_a_gpu() -> None:
     """The slowest slice takes little longer than the mean, and the pipeline ends earlier."""

@@ -157,6 +157,22 @@ def test_merged_orders_are_tried_where_exchanges_hide() -> None:
     assert "interleaved_1f1b x3, F and B merged, 4 micro" in str(plans.ranked[0].choice)
 
 
+def test_workers_plan_merged_orders_beside_others() -> None:
+    """Values of different types: False beside a text."""
+    network = ps.Network(nodes=ps.Nodes(8, 1e-6, 5e10, 5e-6, 1e9))
+    options: dict[str, Any] = {
+        "tensor_parallel": 1, "pipeline_parallel": 2, "microbatch_size": 4, "n_chunks": 3,
+        "global_batch": 64, "schedules": "interleaved_1f1b", "expert_parallel": 4,
+        "recompute": "none", "shard_optimizer": False, "progress": False, "n_best": 10**6,
+        "merged": [False, "delayed_w"],
+    }  # fmt: skip
+    cluster = ps.Cluster(n_gpus=8, gpu="a100_80gb", network=network)
+    alone = ps.plan(EXPERTS, cluster, **options)
+    shared = ps.plan(EXPERTS, cluster, n_jobs=2, backend="threading", **options)
+    assert alone.table["step"].tolist() == shared.table["step"].tolist()
+    assert set(alone.table["merged"]) == {False, "delayed_w"}
+
+
 def test_one_device_gathers_layer_by_layer() -> None:
     """Each layer, the embedding and the head are stages; micro-batches follow each other.
 
