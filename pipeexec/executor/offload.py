@@ -89,7 +89,8 @@ class Offload(StepPart):
         if step.graph not in self.waits:
             return
         step.frees = self.waits[step.graph].by_task
-        batch = storages(tensors_in((step.inputs.microbatches, step.inputs.loss.targets)))
+        loss = step.inputs.loss
+        batch = storages(tensors_in((step.inputs.microbatches, loss.targets, loss.stage_targets)))
         for stage in step.gradients.stages:
             if isinstance(stage, Stage) and stage.offloaded:
                 stage.batch_storages = batch

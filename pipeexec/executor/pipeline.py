@@ -693,7 +693,7 @@ def _checked_losses(
 
 
 def _check_graph(graph: TaskGraph) -> None:
-    """Raise unless a graph is a valid `TaskGraph` with one loss and without skips."""
+    """Raise unless a graph is a valid `TaskGraph` that a pipeline can run."""
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"

@@ -195,7 +195,7 @@ def _sources(graph: TaskGraph, index: int) -> tuple[Source, ...]:
         for t in graph.dependencies[index].tolist()
         if graph.microbatch[t] == graph.microbatch[index]
     }
-    rows = _data_sources(op, int(graph.part[index]), stage, graph.edges)
+    rows = _data_sources(op, int(graph.part[index]), stage if graph.edges else 0, graph.edges)
     tasks = (next((needed[x] for x in row if x in needed), -1) for row in rows)
     return tuple(_source(graph, index, task) for task in tasks if task >= 0)
 
@@ -205,12 +205,12 @@ def _source(graph: TaskGraph, index: int, task: int) -> Source:
     if not graph.edges or graph.op[task] not in (Op.F, Op.B, Op.I):
         return Source(task)
     stage = int(graph.stage[task])
-    slot = int(graph.replica[task]) * graph.n_stages + stage
-    before, after = ([edge for edge in graph.edges if edge[k] == stage] for k in (1, 0))
     if graph.op[task] == Op.F:
-        return Source(task, slot, n_consumers=len(after))
+        return Source(task, n_consumers=sum(source == stage for source, _ in graph.edges))
+    before = [edge for edge in graph.edges if edge[1] == stage]
     taker = int(graph.pair[index]) if graph.op[index] == Op.SEND_B else index
     edge = (int(graph.stage[taker]), stage)
     if len(before) < 2 or edge not in before:
-        return Source(task, slot)
+        return Source(task)
+    slot = int(graph.replica[task]) * graph.n_stages + stage
     return Source(task, slot, before.index(edge), len(before))

@@ -431,10 +431,12 @@ class Step:
     def pop_source(self, source: Source, microbatch: int) -> Values:
         """Return the values of a source; drop the result once all its consumers have taken it."""
         values = self.source_values(source, microbatch)
-        takers = self._takers.setdefault(source.task, [])
-        takers.append(None)  # of several threads: none may count what another has not added
-        if len(takers) >= source.n_consumers:
-            self.results[source.task] = None
+        if source.n_consumers > 1:
+            takers = self._takers.setdefault(source.task, [])
+            takers.append(None)  # of several threads: none may count what another has not added
+            if len(takers) < source.n_consumers:
+                return values
+        self.results[source.task] = None
         return values
 
     @property

@@ -77,19 +77,19 @@ def check_batch_is_here(
     first = "the first stage" if len(entries) == 1 else "a first stage"
     rows = [("inputs", inputs, entries, first), ("targets", targets, [-1], "the last stage")]
     rows += [("targets", targets, [k], f"stage {k}, which has a loss") for k in loss_stages]
+
+    def is_here(stages: Sequence[int]) -> bool:
+        homes = graph.homes[:, list(stages)].ravel()
+        return not all(isinstance(devices[d], RemoteDevice) for d in homes)
+
     for name, batch, stages, text in rows if needs_targets else rows[:1]:
-        where = {devices[d] for d in graph.homes[:, stages].ravel()}
-        if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
+        if batch is None and is_here(stages):
             raise ArgumentError(f"{name} are None, but this process has {text}; give them here")
+    if len(entries) == 1:
+        return
     for row in inputs if isinstance(inputs, Microbatches) else [inputs]:
         for stage, values in inputs_of_entries(row, entries).items():
-            where = {devices[d] for d in graph.homes[:, stage]}
-            is_absent = row is not None and not tensors_in(values)
-            if (
-                is_absent
-                and len(entries) > 1
-                and not all(isinstance(d, RemoteDevice) for d in where)
-            ):
+            if row is not None and not tensors_in(values) and is_here([stage]):
                 raise ArgumentError(
                     f"inputs[{stage}] have no tensors, but this process has stage {stage}, which "
                     "takes inputs of its own; give them here"

@@ -377,7 +377,7 @@ class StepResult:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Metrics that ``loss_fn`` returns, combined over all micro-batches.
+        """Losses of ``stage_losses``, and metrics that losses return, combined over micro-batches.
 
         A metric that is a number is a mean weighted by samples, or a sum if losses are sums; over
         several mini-batches it is the mean of theirs. One that is ``(sum, count)`` is the sum of

@@ -44,7 +44,7 @@ from pipeexec.stages.activations import ActivationCounter
 from pipeexec.stages.batches import Batch, warn_of_squares
 from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.microbatches import BatchShares, are_microbatches
-from pipeexec.stages.module_call import ModuleCaller, WeightVersions, own_output
+from pipeexec.stages.module_call import WeightVersions, own_output
 from pipeexec.stages.restore import restore_afterwards
 from pipeexec.stages.stage import Stage, StageLike
 from pipesim.errors import ExecutionError
@@ -187,9 +187,9 @@ class StepRunner:
         for slot, stage in enumerate(stages):
             if isinstance(stage, Stage):
                 stage.needs_input_grad = stage.index not in entries
-            if isinstance(stage, ModuleCaller) and slot % n in self.loss.of_stages:
-                call = partial(self._microbatch_loss.of_stage, slot % n, slot // n)
-                stage.output_loss = call
+                if stage.index in self.loss.of_stages:
+                    own = partial(self._microbatch_loss.of_stage, stage.index, slot // n)
+                    stage.output_loss = own
         return stages
 
     def set_loss(self, loss: LossFunction) -> None:

@@ -333,7 +333,7 @@ def _microbatch_sizes(
 ) -> list[int]:
     """Return the samples of each of the `Microbatches`, or the positions of all its samples."""
     sizes = []
-    own = cut._replace(n_slices=1)
+    own = SequenceCut(dim=cut.dim)  # each of the Microbatches is one slice
     n = len(targets if inputs is None else inputs)
     for number in range(n):
         x, y = (None if batch is None else batch[number] for batch in (inputs, targets))

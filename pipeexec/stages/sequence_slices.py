@@ -130,7 +130,7 @@ def _size(path: str, tensor: Tensor, dim: int, cut: SequenceCut) -> int:
     if tensor.dim() <= cut.dim or dim % tensor.dim() == cut.dim:
         raise ArgumentError(
             f"{path} have shape {tuple(tensor.shape)}, samples in dimension {dim}, and no "
-            f"positions in dimension {cut.dim}, along which {cut.n_slices} slices are cut; give "
+            f"positions in dimension {cut.dim}, along which slices are cut; give "
             "tensors of (batch, positions, ...), name the dimension of the positions in slice_dim "
             "of Pipeline, or run a schedule without slices"
         )

@@ -13,7 +13,8 @@ GraphPP of torchtitan cuts the same graph, with torch's default partitioner
 the tensors that the second reads are kept for W. In every other backward both parts run, one after
 the other.
 
-Names of torch that are not public, but for those of autograd, stand in this file alone.
+Names of torch that are not public stand here, but for those of autograd, and for those that find
+the backend of a compiled module (`pipeexec.data_parallel.compiled_modules`).
 """
 
 from __future__ import annotations

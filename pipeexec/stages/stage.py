@@ -168,8 +168,8 @@ class Stage(ModuleCaller):
     module
         Takes one tensor or several, returns a tensor or a tuple of tensors.
     index
-        Number of the stage. Stage 0 computes no gradient of its input, unless ``needs_input_grad``
-        is set.
+        Number of the stage. All but stage 0 compute gradients of their inputs, unless
+        ``needs_input_grad`` is set otherwise.
     device
         Device on which its random numbers are drawn.
     counter
@@ -537,7 +537,7 @@ class Stage(ModuleCaller):
         return self._activations.pop(microbatch)
 
     def _leaves(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Detach the inputs from the graph that made them; all but stage 0's collect gradients."""
+        """Detach the inputs from the graph that made them; they collect gradients if needed."""
         return tuple(
             value.detach().requires_grad_(
                 self.needs_input_grad and (value.is_floating_point() or value.is_complex())

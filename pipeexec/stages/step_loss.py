@@ -374,7 +374,12 @@ class StepLoss:
         """Return the sums of each metric over the micro-batches of this process."""
         sums: dict[str, MetricSum] = {}
         for rows in self._metrics.values():
-            sums |= metric_sums([rows.get(k) for k in range(len(self.sizes))], self.weights)
+            own = metric_sums([rows.get(k) for k in range(len(self.sizes))], self.weights)
+            if both := sums.keys() & own.keys():
+                raise ExecutionError(
+                    f"losses of two stages return the metric {min(both)!r}; give each its own name"
+                )
+            sums |= own
         return sums
 
     def _note_count(self, microbatch: int, count: Count) -> None:

@@ -425,9 +425,11 @@ def stage_pairs(edges: Edges, n_stages: int) -> NDArray[np.int64]:
     return np.array(edges or chain, dtype=np.int64).reshape(-1, 2)
 
 
-def entry_stages(edges: Edges, n_stages: int) -> list[int]:
+@lru_cache(maxsize=32)
+def entry_stages(edges: Edges, n_stages: int) -> tuple[int, ...]:
     """Return the stages that no edge leads to: they take the inputs of the pipeline."""
-    return sorted(set(range(n_stages)).difference(stage_pairs(edges, n_stages)[:, 1].tolist()))
+    targets = stage_pairs(edges, n_stages)[:, 1].tolist()
+    return tuple(sorted(set(range(n_stages)).difference(targets)))
 
 
 def follows_previous(edges: Edges, n_stages: int) -> NDArray[np.bool_]:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import pipeexec as px
 import pipesim as ps
 from pipeexec.distributed import Processes
-from pipesim.errors import ArgumentError, StageError
+from pipesim.errors import ArgumentError, ExecutionError, StageError
 
 WORDS, WIDTH, LENGTH, SHARE = 11, 8, 6, 0.3
 Pair = tuple[Tensor, Tensor]
@@ -149,6 +149,23 @@ def test_parity_with_the_unsplit_model(name: str, recompute: Any) -> None:
         evaluated = pipeline.evaluate(tokens, tokens)
         assert float(evaluated.loss) == pytest.approx(main + mtp, rel=1e-12)
         assert pipeline.predict(tokens).shape == (6, LENGTH, WORDS)
+
+
+def test_two_losses_with_one_metric() -> None:
+    """Neither is lost without a word."""
+
+    def also_main(logits: Tensor, tokens: Tensor) -> Any:
+        return main_loss(logits, tokens), {"further_hits": torch.tensor(1.0)}
+
+    graph, tokens = ps.lower(ps.schedule("gpipe", 4, 2)), batch()
+    with (
+        px.Pipeline(
+            make_stages(), graph, ["cpu"] * 4, also_main, stage_losses={2: mtp_loss},
+            pin_threads=False,
+        ) as pipeline,
+        pytest.raises(ExecutionError, match="of two stages return the metric 'further_hits'"),
+    ):  # fmt: skip
+        pipeline.step(tokens, tokens)
 
 
 def test_sums_accumulate_and_scale() -> None:

@@ -471,6 +471,14 @@ def test_slices_of_unlike_sequences_are_the_unsplit_model(name: str, loss: Any) 
     torch.testing.assert_close(first.loss, mean_loss(model(wholes[0][0]), wholes[1][0]))
 
 
+def test_slices_say_their_sizes_themselves() -> None:
+    """Sizes of the pipeline's slices are for batches that it cuts."""
+    inputs, targets, *wholes = sliced([[3, 1]] * 4)
+    stages, graph = language_stages(2), ps.lower(ps.schedule("seq1f1b", 2, 8, n_slices=2))
+    with pipeline(stages, graph, token_loss, slice_sizes=[3, 1]) as subject:
+        assert_like_whole(subject.step(inputs, targets).loss, stages, *wholes)
+
+
 def test_cuda_graphs_refuse_them() -> None:
     with pipeline(language_stages(2), lowered("1f1b", 2), token_loss) as subject:
         subject._runner.__class__ = CapturingRunner  # as with cuda_graph=True, on a GPU

@@ -157,6 +157,7 @@ def test_merged_orders_are_tried_where_exchanges_hide() -> None:
     assert "interleaved_1f1b x3, F and B merged, 4 micro" in str(plans.ranked[0].choice)
 
 
+@pytest.mark.slow
 def test_workers_plan_merged_orders_beside_others() -> None:
     """Values of different types: False beside a text."""
     network = ps.Network(nodes=ps.Nodes(8, 1e-6, 5e10, 5e-6, 1e9))
