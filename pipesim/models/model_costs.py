@@ -107,7 +107,7 @@ def model_costs(
 ) -> Costs:
     """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings.
 
-    ``context`` are `context_sizes`; ``shard`` has their sum.
+    ``context`` are `context_sizes`; ``shard`` has the largest sum of a micro-batch.
     """
     rates = None if gpu is None else as_gpu(gpu)
     if rates is not None:

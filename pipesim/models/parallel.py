@@ -222,7 +222,7 @@ class FixedSettings(TypedDict, total=False):
 
 
 class _SearchedSettings(FixedSettings, total=False):
-    """These, and fields of which a plan searches values, without ``context_parallel``."""
+    """`FixedSettings`, and fields of which a plan searches values but for ``context_parallel``."""
 
     microbatch_size: int
     tensor_parallel: int
@@ -239,7 +239,7 @@ class ParallelSettings(_SearchedSettings, total=False):
 
 
 class CostsSettings(_SearchedSettings, total=False):
-    """The same for costs, whose micro-batches may differ in ``context_parallel``."""
+    """Fields of `Parallel` for costs, whose micro-batches may differ in ``context_parallel``."""
 
     context_parallel: int | Sequence[int | Sequence[int]]
 

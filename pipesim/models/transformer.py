@@ -555,7 +555,7 @@ class Transformer:
         network: Network | None = None,
         **settings: Unpack[CostsSettings],
     ) -> Costs:
-        """Return the costs of stages; the first has the embedding, the last the LM head.
+        """Return the costs of stages; the first has the embedding, those with losses the LM head.
 
         Parameters
         ----------

@@ -27,6 +27,7 @@ from pipesim.planning.plan_tables import (
     ruled_out_table,
     short_names,
 )
+from pipesim.planning.possible_settings import has_experts
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import checked_choice, named_choice
 from pipesim.planning.torchtitan import torchtitan_toml
@@ -127,11 +128,10 @@ class Plan:
         ['micro-batch-size 1', 'global-batch-size 4']
         """
         problem = self.problem
-        has_experts = bool(getattr(problem.model, "n_experts", 0))
         is_model = isinstance(problem.model, Transformer)
         return megatron_flags(
             self.choice, problem.global_batch, problem.layout, problem.exchange(self.choice),
-            has_experts=has_experts, framework=problem.framework,
+            has_experts=has_experts(problem), framework=problem.framework,
             precision=problem.parallel.precision if is_model else None,
             flash_attention=problem.parallel.flash_attention,
             mtp_layers=getattr(problem.model, "mtp_layers", 0),

@@ -147,7 +147,7 @@ class FeatureReasons:
 
     def _experts(self, choice: PlanChoice) -> _Reason:
         if isinstance(self.problem.model, Layers):
-            name = _EXPERTS[2 if choice.expert_parallel > 1 else 3]
+            name = "expert_parallel" if choice.expert_parallel > 1 else "expert_tensor_parallel"
             text = "measured layers do not say which parameters are of experts"
             return f"{name}={getattr(choice, name)}: {text}", (name,)
         if (reason := self._shard(choice))[0]:
