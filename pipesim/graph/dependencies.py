@@ -150,7 +150,10 @@ def _tables(
 ) -> tuple[KindRules, int]:
     """Return `kind_rules`, made anew."""
     part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
-    cells = _cells(kinds, part, width, 1 + max(map(max, edges), default=-1))
+    n_peers = 1 + max(map(max, edges), default=-1)  # stages that a rule may name as peers
+    if decodes:
+        n_peers = int(kinds.stage.max()) + 1
+    cells = _cells(kinds, part, width, n_peers)
     base = cells[kinds.op, kinds.replica, kinds.stage + 1, part]
     own_part = np.where(kinds.is_op(PARTED | SEGMENTED), part, -1)
     last = kinds.is_op(SEGMENTED) & (part >= 0) & kinds.completes

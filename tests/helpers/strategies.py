@@ -402,7 +402,8 @@ def with_fixed(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]
 
     A list of hosts is for the replicas drawn; without sharded stages nothing says how they
     exchange. Sharded parameters do not suit one replica, buckets and tied stages. Replicas that
-    have all experts together divide all. A whole optimizer gathers no parameters.
+    have all experts together divide all. A whole optimizer gathers no parameters. Only forwards
+    have decode steps.
     """
     if fixed.keys() & {"n_replicas", "grad_sync", "tied", "shard_optimizer"}:
         options = {**options, "shard_parameters": "none"}
@@ -413,6 +414,8 @@ def with_fixed(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]
     options = {**options, **fixed}
     if not options.get("shard_optimizer"):
         options.pop("gather_parameters", None)
+    if not options["forward_only"]:
+        options.pop("prompt_slices", None)
     how = () if options.get("sharded") else EXCHANGE_OPTIONS
     return {name: value for name, value in options.items() if name not in how or name in fixed}
 

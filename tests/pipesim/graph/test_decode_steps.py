@@ -69,6 +69,18 @@ def test_a_round_takes_the_groups_or_the_way_through_the_pipeline(
     assert causes.select_dtypes("number").sum(axis=1).to_numpy() == pytest.approx([idle] * p)
 
 
+def test_a_device_with_the_first_and_last_stage_hands_itself_the_token() -> None:
+    """By hand: stages 0 and 7 on device 0 of a V."""
+    orders = [
+        f"{d}F0 {7 - d}F0 {d}F1 {7 - d}F1 {7 - d}B1 {d}B1 {7 - d}B0 {d}B0".split() for d in range(4)
+    ]
+    placement = ps.Placement([0, 1, 2, 3, 3, 2, 1, 0])
+    schedule = ps.Schedule.from_orders(orders, placement=placement).with_slices(2)
+    graph = ps.lower(schedule, forward_only=True, prompt_slices=1)
+    assert needed(graph, "0F1") == ["0F0", "7F0"]
+    assert ps.simulate(graph, ps.Costs(1)).makespan == 2 * 8
+
+
 def test_keys_and_values_live_until_the_last_slice() -> None:
     """By hand: two sequences of two slices, one after the other, or in rounds."""
     costs = ps.Costs(1, kv_cache_bytes=[[4, 1, 8, 2]] * 2)
