@@ -60,12 +60,5 @@ def overlapped_halves(schedule: Schedule) -> NDArray[np.bool_]:
 
 def compute_graph(schedule: Schedule) -> TaskGraph:
     """Return the compute actions of a schedule as a graph; ids are indices into its columns."""
-    return TaskGraph.of_kinds(
-        *compute_kinds(schedule),
-        schedule.microbatch,
-        options=LoweringOptions(
-            n_batches=schedule.n_batches,
-            n_slices=schedule.n_slices,
-            edges=schedule.placement.edges,
-        ),
-    )
+    options = LoweringOptions.of_schedule(schedule)
+    return TaskGraph.of_kinds(*compute_kinds(schedule), schedule.microbatch, options=options)

@@ -498,6 +498,17 @@ class LoweringOptions:
         object.__setattr__(self, "skips", skips)
 
     @classmethod
+    def of_schedule(cls, schedule: Schedule, **options: Any) -> LoweringOptions:
+        """Return the options of a schedule's compute tasks, and others by name."""
+        return cls(
+            n_batches=schedule.n_batches,
+            n_slices=schedule.n_slices,
+            weight_versions=schedule.weight_versions,
+            edges=schedule.placement.edges,
+            **options,
+        )
+
+    @classmethod
     def checked(cls, kinds: Kinds, n_microbatches: int, **options: Any) -> LoweringOptions:
         """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`."""
         n_stages = int(kinds.stage.max(initial=0)) + 1

@@ -26,7 +26,6 @@ from pipesim.graph.options import (
     GradSyncArgument,
     Hosts,
     LoweredSchedule,
-    LoweringOptions,
     OffloadArgument,
     OffloadTarget,
     PrefetchArgument,
@@ -498,10 +497,10 @@ def lower(
         offloads = Offloads()
         parameters = parameters if parameters.frees else ParameterShards()
     schedule = with_chosen(schedule, recompute, shards)
-    decode = {"forward_only": forward_only, "prompt_slices": prompt_slices}
     compute = with_recomputes_and_steps(
-        schedule, recompute, step, recompute_first, shards, experts, **decode
-    )
+        schedule, recompute, step, recompute_first, shards, experts,
+        forward_only=forward_only, prompt_slices=prompt_slices,
+    )  # fmt: skip
     cycles = clock_cycles(schedule, compute)
     borders = tuple(border_crossings(compute.skips or pairs, portals))
     borders += ((schedule.n_stages - 1, 0),) * (prompt_slices > 0)
@@ -513,21 +512,15 @@ def lower(
     kinds, issued = with_device_collectives(of_devices, kinds, issued, overlap)
     kinds, issued = with_parameter_shards(parameters, kinds, issued, overlap)
     kinds, issued, shares = with_offloads(offloads, kinds, issued, overlap, schedule.name, edges)
-    del compute, cycles
-    options = LoweringOptions(
+    options = replace(
+        compute.options,
         recompute=recompute_label(schedule, recompute),
         overlap=overlap,
         rendezvous=rendezvous,
         host_threads=host_threads,
-        n_batches=schedule.n_batches,
-        n_slices=schedule.n_slices,
         grad_sync=collectives.grad_sync,
-        weight_versions=schedule.weight_versions,
         skips=pairs,
         portals=portals,
-        edges=edges,
-        forward_only=forward_only,
-        prompt_slices=prompt_slices,
         tied=of_devices.tied,
         prefetch=prefetch,
         expert_replicas=n_sharing,
@@ -535,6 +528,7 @@ def lower(
         offload_to="host" if offloads.is_none else offload_to,
         source=source,
     )
+    del compute, cycles
     if n_replicas > 1:
         devices = replica_devices(n_replicas, schedule.n_devices, layout)
         issued = replicated(issued, n_replicas, len(kinds))
@@ -588,19 +582,15 @@ def lower_replica(
         schedule, shard_parameters, own.gather_parameters, 1, (), n_replicas=n_replicas,
         shard_optimizer=shard_optimizer, grad_sync=collectives.grad_sync, tied=(),
     )  # fmt: skip
-    edges = schedule.placement.edges
-    options = LoweringOptions(
-        recompute=recompute_label(schedule, "listed"),
-        n_batches=schedule.n_batches,
-        n_slices=schedule.n_slices,
-        edges=edges,
-        grad_sync=collectives.grad_sync,
-        weight_versions=schedule.weight_versions,
-    )
     compute = with_recomputes_and_steps(schedule, "listed", "flush", False, ())
+    options = replace(
+        compute.options,
+        recompute=recompute_label(schedule, "listed"),
+        grad_sync=collectives.grad_sync,
+    )
     sends_beside = not own.blocking_messages
     kinds, partners = add_partners(
-        compute.kinds, sends_beside, True, "per_peer", collectives, compute.skips, edges
+        compute.kinds, sends_beside, True, "per_peer", collectives, compute.skips, compute.edges
     )
     cycles = clock_cycles(schedule, compute)
     issued = issue(compute, cycles, partners, sends_beside, 1, collectives.groups)

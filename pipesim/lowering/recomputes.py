@@ -174,12 +174,7 @@ def with_recomputes_and_steps(
     kind = np.insert(kind, places, recomputes)
     microbatch = np.insert(schedule.microbatch, places, of_microbatch)
     kinds, kind, microbatch = with_segments(expert_layers, kinds, kind, microbatch)
-    own = LoweringOptions(
-        n_batches=schedule.n_batches,
-        n_slices=schedule.n_slices,
-        edges=schedule.placement.edges,
-        **options,
-    )
+    own = LoweringOptions.of_schedule(schedule, **options)
     return TaskGraph.of_kinds(kinds, kind, microbatch, options=own)
 
 
