@@ -187,8 +187,7 @@ class KindRoutes:
         links[self.sends[0]] = self.messages.links[self.is_send]
         rows, routes = self.copies
         if routes is not None and np.isfinite(routes.bandwidth).all():
-            missing = max(0, routes.links.shape[1] - links.shape[1])
-            links = np.pad(links, ((0, 0), (0, missing)), constant_values=-1)
+            links = widened(links, routes.links.shape[1])
             links[rows, : routes.links.shape[1]] = routes.links
         return links
 
@@ -308,6 +307,12 @@ class KindRoutes:
     def device_collectives(self) -> tuple[CollectiveRoute, ...]:
         """Collectives with one member a device: REDUCE_TIED and GRAD_NORM."""
         return tuple(route for route in self.collectives if route.rows[0].op in OF_DEVICES)
+
+
+def widened(links: Ints, width: int) -> Ints:
+    """Return links with at least ``width`` columns; those added have -1."""
+    missing = width - links.shape[1]
+    return np.pad(links, ((0, 0), (0, missing)), constant_values=-1) if missing > 0 else links
 
 
 def message_ends(graph: TaskGraph, transfers: Ints) -> tuple[Ints, Ints]:

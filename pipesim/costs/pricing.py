@@ -20,6 +20,7 @@ from pipesim.costs.kind_routes import (
     StageMembers,
     WholeReductions,
     message_rows,
+    widened,
 )
 from pipesim.costs.microbatch_costs import cost_classes
 from pipesim.costs.rows import ADDED, COMPUTED, MEASURED, ROWS
@@ -65,13 +66,8 @@ def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
 def _joined(tables: Sequence[CostTable]) -> CostTable:
     """Return one table with the rows of all, and as many columns of links as the widest needs."""
     width = max(table.links.shape[1] for table in tables)
-    links = [
-        np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=-1)
-        for x in (table.links for table in tables)
-    ]
-    columns = zip(
-        *(table._replace(links=own) for table, own in zip(tables, links, strict=True)), strict=True
-    )
+    own_tables = (table._replace(links=widened(table.links, width)) for table in tables)
+    columns = zip(*own_tables, strict=True)
     whole: Any = (None if own[0] is None else np.concatenate(own) for own in columns)
     return CostTable(*whole)
 
@@ -471,9 +467,7 @@ def _collective_links(
     """Return links with those that members of collectives hold, in more columns if needed."""
     for route in routes.collectives:
         if (nbytes[route.rows[-1].kinds] > 0).any():
-            missing = route.links.shape[1] - links.shape[1]
-            if missing > 0:
-                links = np.pad(links, ((0, 0), (0, missing)), constant_values=-1)
+            links = widened(links, route.links.shape[1])
             links[route.members, : route.links.shape[1]] = route.links
     return links
 
