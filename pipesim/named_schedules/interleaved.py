@@ -33,9 +33,13 @@ def _round_size(p: int, m: int) -> int:
     return m // max(1, m // p)
 
 
+def _looped_idle(p: int, m: int, n_chunks: int) -> int:
+    """Return the idle time of a device, in forwards and backwards of a chunk."""
+    return max(p - 1, check_count("n_chunks", n_chunks) * (p - m) + m - 1)
+
+
 def _looped_bubble(p: int, m: int, n_chunks: int = 2) -> float:
-    check_count("n_chunks", n_chunks)
-    idle = max(p - 1, n_chunks * (p - m) + m - 1)  # in forwards and backwards of a chunk
+    idle = _looped_idle(p, m, n_chunks)
     return idle / (n_chunks * m + idle)
 
 
@@ -66,8 +70,7 @@ _ROUNDS = Counts(
 def _merged_bubble(p: int, m: int, n_chunks: int = 2, merged: Merged = False) -> float:
     if checked_merged(merged) != "delayed_w":
         return _looped_bubble(p, m, n_chunks)
-    idle = 2 * max(p - 1, check_count("n_chunks", n_chunks) * (p - m) + m - 1)
-    idle -= (n_chunks - 1) * max(0, min(m, p - m))
+    idle = 2 * _looped_idle(p, m, n_chunks) - (n_chunks - 1) * max(0, min(m, p - m))
     return idle / (3 * n_chunks * m + idle)
 
 
