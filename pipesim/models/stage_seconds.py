@@ -154,7 +154,7 @@ class RateSeconds:
 
     @property
     def _rate(self) -> float:
-        return self.shard.n_gpus / self.shard.context_groups * self.flops_per_second
+        return self.shard.tensor_parallel * self.shard.context_parallel * self.flops_per_second
 
 
 def stage_seconds(
