@@ -26,6 +26,7 @@ from pipesim.models.shard_sizes import (
     Matrix,
     attention_matrices,
     copied_bytes,
+    kv_bytes,
     layer_matrices,
     optimizer_bytes,
     optimizer_parameters,
@@ -415,11 +416,10 @@ class Shard(Parallel):
         model, parameters = self.model, stage_parameters(own, sizes)
         logit_size = model.bytes_per_activation if self.fused_loss else FP32_BYTES
         logit_bytes = self.tokens * logit_size * model.vocabulary_size / self.tensor_parallel
-        # Each GPU has its heads; or, with latent attention, the latent vectors of all heads.
-        cached = (model.kv_size + model.value_size) / self.tensor_parallel
-        if model.kv_rank:
-            cached = model.kv_rank + model.rope_head_size
-        kv_cache = model.bytes_per_activation * self.tokens * cached
+        kv_cache = kv_bytes(self)
+        if model.kv_rank:  # the latent vectors of all heads
+            width = model.kv_rank + model.rope_head_size
+            kv_cache = model.bytes_per_activation * self.tokens * width
         return {
             "output_bytes": tuple(self.output_bytes * n for n in sent_states(own, sizes)),
             "activation_bytes": per_stage(

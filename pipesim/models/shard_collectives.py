@@ -9,6 +9,7 @@ from pipesim.models.routing import reached
 from pipesim.models.shard_sizes import (
     FP32_BYTES,
     dense_parameters,
+    kv_bytes,
     recomputes,
     routed_parameters,
     stage_keys,
@@ -76,23 +77,17 @@ def context_collectives(shard: Shard) -> tuple[ContextCollective, ContextCollect
     return ContextCollective(False, forward), ContextCollective(True, backward)
 
 
-def _kv_bytes(shard: Shard) -> float:
-    model = shard.model
-    width = (model.kv_size + model.value_size) / shard.tensor_parallel
-    return model.bytes_per_activation * width * shard.tokens
-
-
 def _ring(shard: Shard, nodes: Nodes, core: float, is_backward: bool) -> float:
     """Return the seconds of a ring's messages that exceed those of the core."""
     c, t = shard.context_parallel, shard.tensor_parallel
-    nbytes = _kv_bytes(shard) * (2 if is_backward else 1)
+    nbytes = kv_bytes(shard) * (2 if is_backward else 1)
     return (c - 1) * max(0.0, gpus_ring_step(nodes, nbytes, c, t) - core / c)
 
 
 def _all_gather(shard: Shard, nodes: Nodes, core: float, is_backward: bool) -> float:
     """Return the seconds of the all-gather of all keys and values, or of both collectives."""
     c, t = shard.context_parallel, shard.tensor_parallel
-    one = half(group_of_gpus(nodes, c, t), c * _kv_bytes(shard))
+    one = half(group_of_gpus(nodes, c, t), c * kv_bytes(shard))
     return one * (2 if is_backward else 1)
 
 

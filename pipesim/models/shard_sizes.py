@@ -74,6 +74,13 @@ def attention_matrices(shard: Shard) -> dict[str, Matrix]:
     }
 
 
+def kv_bytes(shard: Shard) -> float:
+    """Return the bytes of a layer's keys and values of the tokens and heads of one GPU."""
+    model = shard.model
+    width = (model.kv_size + model.value_size) / shard.tensor_parallel
+    return model.bytes_per_activation * width * shard.tokens
+
+
 def routed_matrices(shard: Shard) -> dict[str, Matrix]:
     """Return the linear maps of one expert on one GPU."""
     model, parts = shard.model, shard.expert_tensor_size
