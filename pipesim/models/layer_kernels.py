@@ -60,6 +60,7 @@ from pipesim.models.shard_sizes import (
     recomputes,
     routed_matrices,
     shared_matrices,
+    vocabulary_parameters,
 )
 
 if TYPE_CHECKING:
@@ -446,7 +447,7 @@ def embedding_kernels(shard: Shard) -> OperationKernels:
         forward.append(dropout)
         backward.append(dropout)
     # The gradient has all rows of the vocabulary. It is set to zero, and those of tokens are added.
-    rows = model.hidden_size * model.vocabulary_size / shard.tensor_parallel
+    rows = vocabulary_parameters(shard)
     e = model.bytes_per_parameter
     weight = (
         Kernel("embedding zeros", nbytes=e * rows),

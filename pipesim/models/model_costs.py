@@ -28,7 +28,13 @@ from pipesim.models.model_sizes import SIZES_OF_SOME, check_divides, check_size
 from pipesim.models.parallel import PARALLEL, Parallel
 from pipesim.models.placed_split import LayerModel, Placed, is_word, placed_sizes, stage_sizes
 from pipesim.models.shard import Shard, with_layout
-from pipesim.models.shard_sizes import StageKey, exchanged_gradients, stage_keys
+from pipesim.models.shard_sizes import (
+    StageKey,
+    exchanged_gradients,
+    stage_keys,
+    stage_modules,
+    vocabulary_parameters,
+)
 from pipesim.models.stage_seconds import GpuSeconds, stage_seconds, warn_of_misaligned_heads
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
@@ -396,11 +402,8 @@ class ShardCosts:
             self._fixed["optimizer_step"] = optimizer_step
         elif gpu is not None:
             model = shard.model
-            has_copies = model.tied_embeddings or bool(model.mtp_layers)
-            if shard.modules:
-                has_copies = bool(copied_stages(shard.modules, is_tied=model.tied_embeddings))
-            matrix = model.vocabulary_size * model.hidden_size / shard.tensor_parallel
-            self._tied_bytes = has_copies * matrix * model.bytes_per_gradient
+            if copied_stages(stage_modules(shard, 2), is_tied=model.tied_embeddings):
+                self._tied_bytes = vocabulary_parameters(shard) * model.bytes_per_gradient
         self._stages: dict[StageKey, tuple[float, ...]] = {}
         self._several: Costs | None = None
         self._names: tuple[str, ...] = ()

@@ -229,6 +229,11 @@ def mean_layer(model: Transformer, layer: float, experts: float) -> float:
 # divides c, each device has all experts, and c/x copies of them.
 
 
+def vocabulary_parameters(shard: Shard) -> float:
+    """Return the parameters on one GPU of the matrix of the embedding, or of the LM head."""
+    return shard.model.vocabulary_size * shard.model.hidden_size / shard.tensor_parallel
+
+
 def dense_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
     """Return the parameters of each stage on one GPU without those of experts.
 
@@ -236,7 +241,7 @@ def dense_parameters(shard: Shard, sizes: Sequence[int]) -> tuple[float, ...]:
     embedding, and so has one with a tied head.
     """
     model, head = shard.model, shard.head_parameters
-    matrix = model.vocabulary_size * model.hidden_size / shard.tensor_parallel
+    matrix = vocabulary_parameters(shard)
     parts = (
         shard.layer_parameters, shard.embedding_parameters, 0.0, shard.expert_layer_parameters,
         shard.mtp_input_parameters if model.mtp_layers else 0.0,
