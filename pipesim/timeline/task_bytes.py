@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -112,13 +113,18 @@ class RowBytes(NamedTuple):
 
 def row_bytes(graph: TaskGraph, costs: Costs) -> RowBytes:
     """Return the bytes that tasks change: a row a kind, for each class of equal micro-batches."""
-    classes, kinds = cost_classes(costs, graph), np.arange(len(graph.kinds))
-    if classes is None:
-        return RowBytes(graph.kind, kinds, *kind_bytes(graph, costs), workspaces(graph, costs))
-    tables = [(*kind_bytes(graph, own), workspaces(graph, own)) for own in classes.costs]
+    row, classes = _class_rows(graph, costs)
+    tables = [(*kind_bytes(graph, own), workspaces(graph, own)) for own in classes]
     columns = map(np.concatenate, zip(*tables, strict=True))
-    row = classes.rows(graph.kind, len(kinds))
-    return RowBytes(row, np.tile(kinds, len(tables)), *columns)
+    return RowBytes(row, np.tile(np.arange(len(graph.kinds)), len(tables)), *columns)
+
+
+def _class_rows(graph: TaskGraph, costs: Costs) -> tuple[Ints, Sequence[Costs]]:
+    """Return the row of each task in tables of the kinds of each class, and costs of each class."""
+    classes = cost_classes(costs, graph)
+    if classes is None:
+        return graph.kind, [costs]
+    return classes.rows(graph.kind, len(graph.kinds)), classes.costs
 
 
 class StaticBytes(NamedTuple):
@@ -265,12 +271,8 @@ def _kept_keys(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats]:
 
     F keeps those of its slice. The F of the last slice frees those of all slices of its sequence.
     """
-    classes, kinds = cost_classes(costs, graph), graph.kinds
-    tables = [
-        own.per_stage("kv_cache_bytes", graph.n_stages)[kinds.stage]
-        for own in ([costs] if classes is None else classes.costs)
-    ]
-    row = graph.kind if classes is None else classes.rows(graph.kind, len(kinds))
+    kinds, (row, classes) = graph.kinds, _class_rows(graph, costs)
+    tables = [own.per_stage("kv_cache_bytes", graph.n_stages)[kinds.stage] for own in classes]
     nbytes = np.concatenate(tables)[row]
     begins, ends = (((kinds.op == Op.F) & x)[graph.kind] for x in (kinds.begins, kinds.completes))
     kept = np.where(begins, nbytes, 0.0)
