@@ -113,7 +113,7 @@ def model_costs(
 ) -> Costs:
     """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings.
 
-    ``context`` are `context_sizes`; ``shard`` has the largest sum of a micro-batch.
+    ``context`` are the groups of `context_sizes`, and ``shard`` has its size of a device.
     """
     rates = None if gpu is None else as_gpu(gpu)
     if rates is not None:
@@ -200,32 +200,31 @@ Groups = tuple[Shard, ...]
 Slices = int | Sequence[int] | Sequence[Sequence[int]]
 
 
-def context_sizes(settings: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """Return ``context_parallel`` of the groups of a device in each micro-batch.
+def context_sizes(sizes: Any) -> tuple[Any, tuple[tuple[int, ...], ...]]:
+    """Return ``context_parallel`` of a device, and that of its groups in each micro-batch.
 
-    Empty if settings have one for all micro-batches.
+    That of the device is the largest sum of a micro-batch. One value for all micro-batches is
+    returned as it is, with no groups.
     """
-    sizes: Any = settings.get("context_parallel")
     if isinstance(sizes, (str, bytes)) or not hasattr(sizes, "__len__"):
-        return ()
+        return sizes, ()
     if not len(sizes):
         raise ArgumentError(
             "context_parallel is empty; give a number, or a list of one number a micro-batch"
         )
-    rows = []
-    for k, value in enumerate(sizes):
-        name, is_row = f"context_parallel[{k}]", isinstance(value, (list, tuple)) and len(value)
-        row = value if is_row else [value]
-        rows.append([check_size(name + f"[{i}]" * bool(is_row), x) for i, x in enumerate(row)])
-    most = max(map(sum, rows))
-    for k, row in enumerate(rows):
+    name = "context_parallel"
+    rows = [
+        tuple(check_size(f"{name}[{k}][{i}]", x) for i, x in enumerate(value))
+        if isinstance(value, (list, tuple)) and value
+        else check_size(f"{name}[{k}]", value)
+        for k, value in enumerate(sizes)
+    ]
+    groups = [(row,) if isinstance(row, int) else row for row in rows]
+    most = max(map(sum, groups))
+    for k, row in enumerate(groups):
         for size in row:
-            check_divides(f"context_parallel[{k}]", size, "the GPUs of a device", most)
-    is_number = [not hasattr(value, "__len__") for value in sizes]
-    return tuple(
-        (row[0],) * (most // row[0]) if alike else tuple(row)
-        for row, alike in zip(rows, is_number, strict=True)
-    )
+            check_divides(f"{name}[{k}]", size, "the GPUs of a device", most)
+    return most, tuple((x,) * (most // x) if isinstance(x, int) else x for x in rows)
 
 
 def microbatch_shards(

@@ -663,9 +663,9 @@ class Transformer:
         """
         from pipesim.models.model_costs import context_sizes, model_costs
 
-        context = context_sizes(settings)
-        if context:
-            settings["context_parallel"] = max(map(sum, context))
+        context: tuple[tuple[int, ...], ...] = ()
+        if "context_parallel" in settings:
+            settings["context_parallel"], context = context_sizes(settings["context_parallel"])
         shard = self.shard(as_parallel(Transformer.costs, parallel, settings))
         return model_costs(
             shard,

@@ -145,8 +145,7 @@ def device_size(settings: Mapping[str, Any]) -> int:
     Of several ``context_parallel``, one a micro-batch, it is the largest.
     """
     sizes = {name: settings.get(name, 1) for name in ("tensor_parallel", "context_parallel")}
-    if context := context_sizes(sizes):
-        sizes["context_parallel"] = max(map(sum, context))
+    sizes["context_parallel"], _ = context_sizes(sizes["context_parallel"])
     return prod(map(check_count, sizes, sizes.values()))
 
 
