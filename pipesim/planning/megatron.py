@@ -379,10 +379,11 @@ def _merged(read: Flags) -> Merged:
 
 def _group_size(read: Flags, p: int, n_microbatches: int, n_chunks: int) -> int | None:
     """Return the micro-batches of a group; None for as many as devices."""
-    sizes = {name: size for name in _GROUPS if (size := read.count(name)) is not None}
+    sizes = [(name, size) for name in _GROUPS if (size := read.count(name)) is not None]
     if n_chunks == 1:
         return None
-    for name, size in sizes.items():
+    if sizes:
+        name, size = sizes[0]
         rest = n_microbatches % size
         if not p <= size <= n_microbatches or 0 < rest < p:
             raise ArgumentError(
