@@ -28,7 +28,7 @@ from pipeexec.devices.device import Values
 from pipeexec.experts.expert_shares import stage_parts
 from pipeexec.experts.layer import Experts, Routed, run_experts
 from pipeexec.nesting import with_tensors
-from pipeexec.stages.activations import ActivationCounter, CountedTensor
+from pipeexec.stages.activations import ActivationCounter, CountedTensor, counted_tensors
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
 from pipeexec.stages.module_call import LossCall, OwnGenerator, Seed
 from pipeexec.stages.stage import Stage, run_backward
@@ -227,7 +227,7 @@ class ExpertStage(Stage):
             outputs = self._call_segment(state, microbatch, number, leaves)
         if self.trains:
             edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
-            state.segments.append(Segment(leaves, edges, self._count(leaves)))
+            state.segments.append(Segment(leaves, edges, counted_tensors(self.meter, leaves)))
         if number == self.last:
             state.routed = None
             self.is_random.setdefault(self.module.training, state.drew)

@@ -124,6 +124,13 @@ class CountedTensor:
         self._meter.release(self._key, self._nbytes)
 
 
+def counted_tensors(
+    meter: ActivationMeter | None, tensors: Iterable[Tensor]
+) -> tuple[CountedTensor, ...]:
+    """Count tensors with a meter; none without."""
+    return () if meter is None else tuple(CountedTensor(meter, x) for x in tensors)
+
+
 # Activations of a micro-batch that wait in host memory, from OFFLOAD to RELOAD.
 #
 # Autograd saves tensors for the backward. In a forward that will be offloaded, saved-tensor hooks

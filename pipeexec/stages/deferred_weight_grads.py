@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeexec.stages.activations import ActivationMeter, CountedTensor
+from pipeexec.stages.activations import ActivationMeter, CountedTensor, counted_tensors
 
 #: Gradients of weight and bias; None for one that is not needed.
 WeightGradients = tuple[Tensor | None, Tensor | None]
@@ -303,7 +303,7 @@ class DeferredGradients:
     def defer(self, ctx: Any, x: Tensor, gradient: Tensor) -> None:
         """Keep what the gradients of a layer's weight and bias need."""
         x = x.detach()  # otherwise it holds the graph that made it
-        counted = self._count(x, gradient)
+        counted = counted_tensors(self.meter, (x, gradient))
         self._layers.append(
             _DeferredLayer(ctx.layer, ctx.options, x, gradient, ctx.parameters, ctx.needed, counted)
         )
@@ -316,12 +316,8 @@ class DeferredGradients:
     ) -> None:
         """Keep what a compiled graph needs, which computes the gradients of parameters."""
         tensors = [x.detach() for x in tensors]
-        counted = self._count(*tensors)
+        counted = counted_tensors(self.meter, tensors)
         self._layers.append(_DeferredGraph(compute, tensors, tuple(parameters), counted))
-
-    def _count(self, *tensors: Tensor) -> tuple[CountedTensor, ...]:
-        meter = self.meter
-        return () if meter is None else tuple(CountedTensor(meter, x) for x in tensors)
 
     def parameter_ids(self) -> set[int]:
         """Return the ids of the parameters whose gradients are still to come."""

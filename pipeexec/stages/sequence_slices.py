@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeexec.devices.device import Values
 from pipeexec.nesting import Leaf, leaves
-from pipeexec.stages.activations import ActivationMeter, CountedTensor
+from pipeexec.stages.activations import ActivationMeter, CountedTensor, counted_tensors
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -498,7 +498,7 @@ class _Slice:
 
     calls: list[SliceCall]
     edges: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
-    counted: list[CountedTensor] = field(default_factory=list)
+    counted: tuple[CountedTensor, ...] = ()
 
 
 class StageSlices:
@@ -537,9 +537,9 @@ class StageSlices:
         self._slices[microbatch] = own
         if mode in ("train", "recompute"):
             own.edges = list(_edges(own.calls))
-        if meter is not None and mode != "recompute":
+        if mode != "recompute":
             kept = (x for call in own.calls for x in call.calls)
-            own.counted = [CountedTensor(meter, leaf) for x in kept for leaf in x.leaves]
+            own.counted = counted_tensors(meter, (leaf for x in kept for leaf in x.leaves))
         if mode == "evaluate" and is_last:
             self.forget_sequence(microbatch)
 

@@ -21,6 +21,7 @@ from pipeexec.stages.activations import (
     ActivationMeter,
     CountedTensor,
     SavedActivations,
+    counted_tensors,
     module_storages,
     storages,
 )
@@ -459,7 +460,7 @@ class Stage(ModuleCaller):
         """Keep the inputs of a micro-batch that will be recomputed."""
         if microbatch not in self.offloaded:
             self._inputs[microbatch] = inputs
-            self._counted_inputs[microbatch] = self._count(inputs)
+            self._counted_inputs[microbatch] = counted_tensors(self.meter, inputs)
             return
         own = tuple(x.detach() for x in inputs)  # whose data OFFLOAD may free
         self._inputs[microbatch] = own
@@ -517,7 +518,7 @@ class Stage(ModuleCaller):
         with self._slice(microbatch, mode):
             outputs = self._call(leaves, microbatch, seed, deferred, saved)
         edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
-        counted = self._count(leaves) if saved is None else ()
+        counted = counted_tensors(self.meter, leaves) if saved is None else ()
         kept = _Activations(leaves, edges, deferred, counted, saved)
         self._activations[microbatch] = kept
         self.counter.acquire()
@@ -528,9 +529,6 @@ class Stage(ModuleCaller):
         if self.slices is None:
             return NO_CONTEXT
         return self.slices.forward(microbatch, mode, self.meter)
-
-    def _count(self, tensors: tuple[Tensor, ...]) -> tuple[CountedTensor, ...]:
-        return () if self.meter is None else tuple(CountedTensor(self.meter, x) for x in tensors)
 
     def _release(self, microbatch: int) -> _Activations:
         self.counter.release()
