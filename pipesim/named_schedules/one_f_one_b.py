@@ -5,14 +5,25 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
+from pipesim.costs.costs import Costs
+from pipesim.errors import ArgumentError, wrong_type
 from pipesim.named_schedules.patterns import Merged, alternating_schedule, checked_merged
+from pipesim.named_schedules.vocabulary_parallel import vocabulary_parallel_1f1b
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
 _BUBBLE = ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1))
 
 
-def _merged_bubble(p: int, m: int, merged: Merged = False) -> float:
+def _own_bubble(
+    p: int, m: int, merged: Merged = False, vocabulary_parallel: bool | Costs = False
+) -> float:
+    if vocabulary_parallel:
+        return math.nan
     idle = (p - 1) * (2 if checked_merged(merged) == "delayed_w" else 3)
     return idle / (3 * m + idle)
 
@@ -23,15 +34,22 @@ def _merged_bubble(p: int, m: int, merged: Merged = False) -> float:
     source="PipeDream-flush, arXiv 2006.09503",
     bubble=ClosedForm(
         "(p-1)/(m+p-1); 2(p-1)/(3m+2(p-1)) with delayed W",
-        _merged_bubble,
+        _own_bubble,
         assumes="a merged pair takes as long as both",
     ),
     activations=ClosedForm(
-        "min(p, m); min(2p, m) merged",
-        lambda p, m, merged=False: min(2 * p if checked_merged(merged) else p, m),
+        "min(p, m); min(2p, m) merged; min(p+2, m) with vocabulary parallelism",
+        lambda p, m, merged=False, vocabulary_parallel=False: min(
+            2 * p if checked_merged(merged) else p + 2 * bool(vocabulary_parallel), m
+        ),
     ),
 )
-def one_f_one_b(n_devices: int, n_microbatches: int, merged: Merged = False) -> Schedule:
+def one_f_one_b(
+    n_devices: int,
+    n_microbatches: int,
+    merged: Merged = False,
+    vocabulary_parallel: bool | Costs = False,
+) -> Schedule:
     """Build the 1F1B order.
 
     Three devices, four micro-batches, B as long as F::
@@ -54,6 +72,15 @@ def one_f_one_b(n_devices: int, n_microbatches: int, merged: Merged = False) -> 
     device those of Megatron-LM's ``--overlap-moe-expert-parallel-comm``. With ``"delayed_w"``, the
     pair is F and I, and W comes right after it (``--delay-wgrad-compute``).
 
+    With ``vocabulary_parallel``, embedding and LM head are divided over all devices (Yeung et al.,
+    arXiv 2411.05288, algorithm 1). Stages are a graph: 0 to ``p - 1`` are slices of the embedding,
+    ``p`` to ``2p - 1`` have the layers, ``2p`` to ``3p - 1`` are slices of the head, one a device
+    each, and ``3p`` on the last device joins their statistics to the loss. Between F and B of the
+    last layers come F and B of all head slices, the paper's S and T. Each runs one period after
+    what it needs, so that messages hide: device ``i`` holds ``p - i + 2`` micro-batches. The idle
+    time of a device is that of 1F1B, ``(p - 1)(f + b)``, exactly on two devices, and up to one
+    period of F, B, S and T more on others if B takes twice as long as F or longer.
+
     Parameters
     ----------
     n_devices, n_microbatches
@@ -61,8 +88,23 @@ def one_f_one_b(n_devices: int, n_microbatches: int, merged: Merged = False) -> 
     merged
         ``True`` for pairs of F and B, ``"delayed_w"`` for pairs of F and I; False (the default) for
         none.
+    vocabulary_parallel
+        Costs of the ``3p + 1`` stages, whose seconds decide where S and T stand between F and B, as
+        in the paper; or ``True``, for B of twice F and a vocabulary that takes no time. False (the
+        default) for a chain of stages.
     """
     merged = checked_merged(merged)
+    if not isinstance(vocabulary_parallel, bool | np.bool_ | Costs):
+        raise wrong_type(
+            "vocabulary_parallel", "True, False or a pipesim.Costs", vocabulary_parallel
+        )
+    if vocabulary_parallel:
+        if merged:
+            raise ArgumentError(
+                "merged actions are for 1F1B without vocabulary_parallel; leave one of both out"
+            )
+        costs = vocabulary_parallel if isinstance(vocabulary_parallel, Costs) else None
+        return vocabulary_parallel_1f1b(n_devices, n_microbatches, costs)
     warm_up_per_hop = 2 if merged else 1
     return alternating_schedule(
         "1f1b", n_devices, n_microbatches, warm_up_per_hop=warm_up_per_hop, merged=merged
