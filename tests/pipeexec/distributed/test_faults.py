@@ -94,6 +94,10 @@ _SLOW = {
     Fault("kill", 2, "2F1", n_ranks=3),
     Fault("kill", 1, "1REDUCE_GRAD", schedule="chimera"),
     Fault("raise", 0, "0I2", schedule="zb_h1"),
+    Fault("kill", 0, "0B1", n_ranks=3),
+    Fault("kill", 1, "1REDUCE_GRAD", devices=2, replicas=2),
+    Fault("raise", 1, "0B1", devices=2, replicas=2),
+    Fault("raise", 1, "1R2", recompute="always"),
 }
 assert CASES.keys() >= _SLOW
 RUN = [fault for fault in CASES if EVERY_CASE or fault not in _SLOW]

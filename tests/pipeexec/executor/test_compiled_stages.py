@@ -12,7 +12,7 @@ import torch
 from case_choice import covering
 from parity import lowered
 from small_pipelines import assert_same, cut, data, dense, mse, pipeline
-from split_models import Block, Language, Residual
+from split_models import WORDS, Block, Language, Residual
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
@@ -268,29 +268,44 @@ def test_evaluation_and_prediction(compile: Any, backend: Backend) -> None:
 
 # Stages of split models
 
-WORDS = torch.arange(24).reshape(4, 6) % 11
+BATCH = torch.arange(24).reshape(4, 6) % WORDS
 
 
-def logits_loss(output: dict[str, Tensor], targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output["logits"].flatten(0, 1), targets.flatten())
+class Words(nn.Module):
+    """An embedding and blocks of one layer, which are compiled sooner than those of `Language`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, WORDS)])
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def word_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.parametrize("way", ["modules", "graph"])
 def test_blocks_of_split_models(way: Any, backend: Backend) -> None:
     """Each block is compiled, in copies of the stage too; the names of the state stay."""
     torch.manual_seed(0)
-    model = Language(2)
+    model = Words()
     whole = copy.deepcopy(model)
-    stages = px.split(model, 2, sample=WORDS, way=way)
+    stages = px.split(model, 2, sample=BATCH, way=way)
     for stage in stages:
         assert stage is not None
         stage.compile(backend=backend)
     graph = lowered("1f1b", 2, 2, n_replicas=2)
-    with pipeline(stages, graph, logits_loss, timeout=None) as subject:  # compiles in the step
-        result = subject.step(WORDS, WORDS)
-        assert backend.n_runs >= {"modules": 8, "graph": 5}[way] * 2 * 2  # compiled modules
+    with pipeline(stages, graph, word_loss, timeout=None) as subject:  # compiles in the step
+        result = subject.step(BATCH, BATCH)
+        assert backend.n_runs >= 3 * 2 * 2  # compiled modules, micro-batches and replicas
         assert set(subject.state_dict()) == set(whole.state_dict())
-    loss = logits_loss(whole(WORDS), WORDS)
+    loss = word_loss(whole(BATCH), BATCH)
     loss.backward()
     torch.testing.assert_close(result.loss, loss)
     own = dict(model.named_parameters())
@@ -321,7 +336,7 @@ def test_compiled_models_cannot_be_split(compile: str, backend: Backend) -> None
     else:
         model.blocks[1].mlp.compile(backend=backend)
     with pytest.raises(ArgumentError, match=r"compiled.*then compile each stage"):
-        px.split(model, 2, sample=WORDS)
+        px.split(model, 2, sample=BATCH)
 
 
 @pytest.mark.parametrize("compile", [in_place, wrapped])

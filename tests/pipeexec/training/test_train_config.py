@@ -232,10 +232,11 @@ class TestRuns:
     def test_float16(self, folder: Path) -> None:
         """The gradient scaler is part of checkpoints."""
         text = CONFIG.replace("[training]", '[training]\nautocast = "float16"')
-        path = write(folder, text, predict="predict = true")
+        path = write(folder, text)
         assert main(["train", path, "--steps", "2"]) == 0
         assert main(["train", path]) == 0
         resumed = TrainingRun.load(folder / "run").table
+        path = write(folder, text, predict="predict = true")  # a profile changes no number
         assert main(["train", path, "--fresh"]) == 0
         whole = TrainingRun.load(folder / "run").table
         names = ["loss", "grad_norm", "skipped"]
@@ -376,7 +377,7 @@ def wait_for_steps(folder: Path, n: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_ended_and_continued(folder: Path, number: signal.Signals) -> None:
     """A process that is killed, or interrupted, continues with the same losses."""
     path = write(folder, steps="steps = 100000\ncheckpoint_every = 5")
