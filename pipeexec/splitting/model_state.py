@@ -91,6 +91,16 @@ class ModelState:
                 result[id(module)] = tuple(names)
         return result
 
+    def is_equal(self, module: nn.Module, key: str) -> bool:
+        """Return whether an attribute is another tensor now, of the same values."""
+        before = next(x.attributes.get(key) for x in self._kept if x.module is module)
+        now = module.__dict__.get(key)
+        if before is now or not isinstance(before, Tensor) or not isinstance(now, Tensor):
+            return False
+        if before.is_meta or now.is_meta or before.dtype != now.dtype:
+            return False
+        return before.shape == now.shape and _same(before, now)
+
     def _is_written(self, value: Any) -> bool:
         """Return whether a value is a tensor that has other values now, or a generator that drew.
 

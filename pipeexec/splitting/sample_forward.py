@@ -19,7 +19,13 @@ from pipeexec.splitting.data_flow import DataFlow, Mode, Read, Source, follow, m
 from pipeexec.splitting.exported_model import called_module, export_model
 from pipeexec.splitting.model_state import ModelState, same_python_draws, unchanged
 from pipeexec.splitting.operations import line_of_error
-from pipeexec.splitting.stand_in import on_meta, run_without_data, to_meta, with_zeros
+from pipeexec.splitting.stand_in import (
+    on_meta,
+    run_without_data,
+    to_meta,
+    with_zeros,
+    without_recorders,
+)
 from pipeexec.splitting.uncut_modules import UncutModules, uncut_modules
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
@@ -127,7 +133,7 @@ def _followed(
             "the model returns other values without gradients than with them, so that its forward "
             "cannot run again; lower the schedule with recompute='never'"
         )
-    empty = {x.name: on_meta(model.get_submodule(x.name)) for x in flow.calls}
+    empty = {x.name: without_recorders(on_meta(model.get_submodule(x.name))) for x in flow.calls}
     carried = frozenset(_carried(empty, flow))
     reads = [_read_of_result(flow, number) for number in sorted(carried)]
     flow = flow._replace(reads=(*flow.reads, *reads))
@@ -191,7 +197,12 @@ def _flow(
             stateful = frozenset(y for y in uncut if any(_is_in(x, y) for x in inner))
             followed = {x.source.name for x in flow.state}
             outer = changed.keys() - inner
-            cut = {f"{name}.{key}".lstrip(".") for name in outer for key in changed[name]}
+            cut = {
+                f"{name}.{key}".lstrip(".")
+                for name in outer
+                for key in changed[name]
+                if not state.is_equal(model.get_submodule(name), key)
+            }
             cut -= followed
             written = _written_parameters(model, inner, changed)
             if first is None:

@@ -25,7 +25,7 @@ from pipeexec.splitting.data_flow import Mode, Source
 from pipeexec.splitting.exported_model import ExportedModel
 from pipeexec.splitting.model_state import CONTAINERS, attributes, refill
 from pipeexec.splitting.operations import argument_tensors, present_line
-from pipeexec.splitting.stand_in import ONE_WAY, StandIn, is_missing, missing
+from pipeexec.splitting.stand_in import ONE_WAY, StandIn, is_missing, is_recorder, missing
 from pipeexec.stages.recompute import tensor_version
 from pipesim.errors import ArgumentError, ExecutionError
 
@@ -123,8 +123,10 @@ def _refuse_call(name: str, *_: Any, **__: Any) -> None:
 
 
 def _n_hooks(module: nn.Module) -> int:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-    return sum(map(len, (*hooks, module._backward_pre_hooks)))
+    """Return the number of hooks, but for those that every stage runs."""
+    hooks = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    recorders = map(is_recorder, module._forward_hooks.values())
+    return sum(map(len, (*hooks, module._forward_hooks))) - sum(recorders)
 
 
 class SplitStage(nn.Module):
@@ -176,20 +178,22 @@ class SplitStage(nn.Module):
         # Parameters of other stages outside of calls: their module, key, shape and type.
         self._missing: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         # Modules, and attributes of theirs: those that a forward sets for a time, and those that
-        # the first one sets, which the last stage gives to the model.
+        # stay from the first one on, which the last stage gives to the model.
         self._transient: list[tuple[nn.Module, str]] = []
         self._once: list[tuple[nn.Module, str, str]] = []
         self._device = torch.device("cpu")
         self.model = _Copies(self, parameters, copies, changed).copied("", skeleton.model)
         self._set_missing(self._device)
+        self._names = frozenset(name for name, _ in self.model.named_parameters())
         # Parameters outside of calls, whose requires_grad a forward may set for a time.
         self._outer = [p for key, p in self.model.named_parameters() if key in parameters]
         modules = dict(self.model.named_modules())
         for name, key in sorted(skeleton.flow.transient - once):
             if name in modules:
                 self._transient.append((modules[name], key))
-        for name, key in sorted(once) if sends is None else ():
-            self._origins.modules[name] = skeleton.model.get_submodule(name)
+        for name, key in sorted(once):
+            if sends is None:
+                self._origins.modules[name] = skeleton.model.get_submodule(name)
             self._once.append((modules[name], name, key))
 
     @cached_property
@@ -232,14 +236,14 @@ class SplitStage(nn.Module):
             )
         self._n_calls = 0
         before = [(module, key, _attribute(module, key)) for module, key in self._transient]
+        once = [_attribute(module, key) for module, _, key in self._once]
         trained = [p.requires_grad for p in self._outer]
         try:
             args, kwargs = self._begin(values)
             output = self.model(*args, **kwargs)
             self._check_end()
             self._check_received("the forward returns", tensors_in(output))
-            for module, name, key in self._once:
-                self._origins.set(name, key, module.__dict__.get(key))
+            self._end_once(once)
             return output
         except _StageEnd:
             for module, key, value in before:
@@ -247,6 +251,7 @@ class SplitStage(nn.Module):
             for parameter, is_trained in zip(self._outer, trained, strict=True):
                 if parameter.requires_grad != is_trained:
                     parameter.requires_grad_(is_trained)
+            self._end_once(once)
             return self._sent()
         except RuntimeError as error:
             if not any(text in str(error) for text in _REFUSED_WRITES):
@@ -257,6 +262,18 @@ class SplitStage(nn.Module):
             ) from error
         finally:
             self._values = {}
+
+    def _end_once(self, before: Sequence[_Attribute | None]) -> None:
+        """Give attributes that forwards set to the model, if the last stage has them.
+
+        A stage does not keep one that is computed from missing values.
+        """
+        for (module, name, key), old in zip(self._once, before, strict=True):
+            value = module.__dict__.get(key)
+            if isinstance(value, Tensor) and is_missing(value):
+                _restore_attribute(module, key, old)
+            elif self._sends is None:
+                self._origins.set(name, key, value)
 
     def is_running(self) -> bool:
         """Return whether the forward of the stage runs."""
@@ -285,6 +302,18 @@ class SplitStage(nn.Module):
         self._device = device
         for module, key, shape, dtype in self._missing:
             module.__dict__[key] = missing(shape, dtype, device)
+
+    def parameters_of(self, name: str, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield the parameters of a module around calls; to the model's code, those of all stages.
+
+        So the code may ask for their type and device. Parameters of other stages are missing.
+        """
+        prefix = f"{name}." if name else ""
+        for key, value in self._skeleton.model.get_submodule(name).named_parameters("", recurse):
+            if prefix + key in self._names:
+                yield self.model.get_parameter(prefix + key)
+            elif self.is_running():
+                yield missing(value.shape, value.dtype, self._device)
 
     def _for_code(self, source: Source) -> Tensor:
         """Return a value for the model's code: a copy, if the code writes to it."""
@@ -525,6 +554,7 @@ class _Copies:
         result = _copied_top(module)
         if name not in self.skeleton.flow.ran:
             result.forward = partial(_refuse_call, name)
+        result.__dict__["parameters"] = partial(_Method(self.stage.parameters_of), name)
         for key, value in attributes(module):
             if isinstance(value, CONTAINERS) and key not in module._buffers:
                 result.__dict__[key] = copy.copy(value)
@@ -546,10 +576,14 @@ class _Copies:
         return result
 
     def _stand_in(self, name: str) -> StandIn:
-        """Return a stand-in, with the parameters that the forward itself reads."""
+        """Return a stand-in, with hooks that record, and parameters that the forward reads."""
         answer = partial(_Method(self.stage.answer), name)
         result = StandIn(self.skeleton.empty[name], answer, _Method(self.stage.is_running))
-        for key, parameter in self.skeleton.model.get_submodule(name)._parameters.items():
+        module = self.skeleton.model.get_submodule(name)
+        for number, hook in module._forward_hooks.items():
+            if is_recorder(hook):
+                result._forward_hooks[number] = hook
+        for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in self.needed:
                 result._parameters[key] = self.tied.get(id(parameter), parameter)
         return result

@@ -227,6 +227,20 @@ def to_meta(values: Any) -> Any:
     return mapped(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, values)
 
 
+def is_recorder(hook: Any) -> bool:
+    """Return whether a forward hook is one by which transformers records what layers return."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def without_recorders(module: nn.Module) -> nn.Module:
+    """Remove the hooks that record, so that a run without data adds nothing to their records."""
+    for part in module.modules():
+        for key, hook in list(part._forward_hooks.items()):
+            if is_recorder(hook):
+                del part._forward_hooks[key]
+    return module
+
+
 class _AnyType(TorchDispatchMode):
     """Runs operations in bfloat16 that refuse other types without data.
 

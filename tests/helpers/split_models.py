@@ -79,6 +79,44 @@ class Translation(nn.Module):
         return y * self.scale
 
 
+class VisionLanguage(nn.Module):
+    """Blocks of a vision tower, whose output takes the place of words in those of a language model.
+
+    As models of transformers do, it asks the tower for a parameter, and keeps a tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.vision = nn.Embedding(WORDS, WIDTH), nn.Module()
+        self.vision.patches = nn.Linear(6, WIDTH)
+        self.vision.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.n_words: Tensor | None = None
+
+    def forward(self, words: Tensor, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.words(words)
+        y = self.vision.patches(image.to(next(self.vision.parameters()).dtype))
+        for block in self.vision.blocks:
+            y = block(y)
+        self.n_words = (words != 0).sum(1)
+        x = x.masked_scatter((words == 0)[..., None], y)
+        for block in self.blocks:
+            x = block(x, mask=None if mask is None else mask[:, None, :])
+        return self.head(x)
+
+    @staticmethod
+    def batch(n: int) -> dict[str, Tensor]:
+        """Return n samples: words, of which two are those of the image, its patches and a mask."""
+        generator = torch.Generator().manual_seed(n)
+        words = torch.randint(1, WORDS, (n, 5), generator=generator)
+        words[:, 1:3] = 0
+        mask = torch.ones(n, 5, dtype=torch.bool)
+        mask[::2, 4] = False
+        image = torch.randn(n, 2, 6, generator=generator).double()
+        return {"words": words, "image": image, "mask": mask}
+
+
 class Residual(nn.Module):
     """Groups of convolutions with residuals, as in a ResNet, and a head."""
 

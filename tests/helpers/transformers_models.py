@@ -52,6 +52,8 @@ def batch(case: Case, n: int) -> dict[str, Tensor]:
     """Return arguments of n samples."""
     generator = torch.Generator().manual_seed(n)
     words = torch.randint(3, WORDS, (n, LENGTH), generator=generator)
+    if "image_token_index" in case.options:  # the last word, four times
+        words.clamp_(max=WORDS - 2)[:, 1:5] = WORDS - 1
     mask = torch.ones(n, LENGTH, dtype=torch.long)
     mask[1::2, LENGTH // 2 :] = 0
     makers: dict[str, Callable[[], Tensor]] = {
@@ -109,5 +111,14 @@ MODELS = {
         "ResNetConfig", "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"},
         ("pixel_values",), is_tied=False,
+    ),
+    "llava": Case(
+        "LlavaConfig", "LlavaForConditionalGeneration",
+        {"vision_config": _SIZES | {"model_type": "clip_vision_model", "num_hidden_layers": 2,
+                                    "image_size": 32, "patch_size": 16},
+         "text_config": _SIZES | {"model_type": "llama", "vocab_size": WORDS,
+                                  "num_hidden_layers": 2, "num_key_value_heads": 2},
+         "image_token_index": WORDS - 1},
+        (*_TEXT, "pixel_values"), is_tied=False,
     ),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from split_models import (
     Residual,
     Tied,
     Translation,
+    VisionLanguage,
     Writing,
 )
 from torch import nn
@@ -584,6 +585,25 @@ def test_values_that_need_no_gradient():
                    for x in getattr(block, "needed", ()))  # fmt: skip
     with pytest.raises(ExecutionError, match="needs a gradient, which the sample's did not"):
         stages[0](torch.full((4, 8), 1e3))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_vision_tower_beside_words_trains_as_the_model_does(recompute):
+    """Words wait for the tower, gradients of what it computes return to it."""
+    model, batch = VisionLanguage(), VisionLanguage.batch(4)
+    targets = batch["words"]
+
+    def loss_fn(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    loss = loss_fn(model(**batch), targets)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    stages = px.split(model, ["vision.blocks.1", "blocks.1"], sample=VisionLanguage.batch(2))
+    graph = ps.lower(ps.schedule("1f1b", 3, 2), recompute=recompute)
+    with px.Pipeline(stages, graph, ["cpu"] * 3, loss_fn) as pipeline:
+        torch.testing.assert_close(pipeline.step(batch, targets).loss, loss.detach())
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_parameters_that_are_trained_later():

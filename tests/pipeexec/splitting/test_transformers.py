@@ -77,7 +77,7 @@ def test_a_step_trains_as_the_model_does(name, schedule):
     shape = whole.logits.shape[:-1]
     targets = torch.arange(shape.numel()).reshape(shape) % whole.logits.shape[-1]
     loss = loss_fn(whole, targets)
-    expected = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     order = ps.schedule(schedule, 2, 4, **SCHEDULES[schedule])
     stages = px.split(model, order.n_stages, sample=batch(case, 2))
     graph = ps.lower(order, tied=stages.tied_stages)
