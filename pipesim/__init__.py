@@ -40,6 +40,7 @@ from pipesim.graph.verify import verify
 from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
 from pipesim.models.data_sheets import gpus
+from pipesim.models.encoders import Encoder
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import Parallel
@@ -77,6 +78,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Costs",
+    "Encoder",
     "Framework",
     "HostLink",
     "Keys",

@@ -2,6 +2,7 @@
 
 from pipesim.costs.costs import Costs
 from pipesim.models.data_sheets import gpus
+from pipesim.models.encoders import Encoder
 from pipesim.models.gpu import GPU, Kernel
 from pipesim.models.layers import Layers
 from pipesim.models.packing import Packing
@@ -14,6 +15,7 @@ from pipesim.utils.accessors import add_constructors, add_methods
 
 __all__ = [
     "GPU",
+    "Encoder",
     "Kernel",
     "Layers",
     "Packing",

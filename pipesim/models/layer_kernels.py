@@ -610,20 +610,20 @@ def _fused_core(sizes: KernelSizes) -> OperationKernels:
     shard, tokens = sizes.shard, sizes.tokens
     model, t = shard.model, shard.tensor_parallel
     q, k, out, w = model.query_size, model.kv_size, model.core_output_size, model.value_size
-    steps = shard.context_steps
+    steps, attended = shard.context_steps, shard.attended * (1 + model.bidirectional)
     flops = tokens * model.sequence_length * (q + out) / t * shard.causal_share
-    flops *= shard.attended
+    flops *= attended
     # Queries, keys, values, output; a ring reads the keys and values of each GPU.
     read = (k + w) * steps * shard.attended_columns
     ends = model.bytes_per_activation * (q + out + read) / t * tokens
     depth = (q + out) / (2 * model.n_heads)
     ratio = (3 * q + 2 * out) / (q + out)
     share = 1.0 if q == out else _LATENT_SHARE
-    tiles = model.n_heads / t * tokens / _TILE * steps * max(1.0, shard.attended)
+    tiles = model.n_heads / t * tokens / _TILE * steps * max(1.0, attended)
     forward = Kernel(
         "attention", flops, ends, depth, steps, is_attention=True, share=share, tiles=tiles,
         attention_kernel=shard.framework.attention_kernel,
-        sequence=model.sequence_length * max(1.0, shard.attended),  # as many keys a query
+        sequence=model.sequence_length * max(1.0, attended),  # as many keys a query
     )  # fmt: skip
     backward = forward._replace(
         flops=ratio * flops, nbytes=2 * ends, n_kernels=2 * steps, is_backward=True

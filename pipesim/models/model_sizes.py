@@ -35,7 +35,7 @@ _OF_EXPERTS = (
 )  # fmt: skip
 _OF_LATENT = ("query_rank", "rope_head_size", "value_head_size")
 #: Sizes that only some models have; 0 for others.
-SIZES_OF_SOME = ("n_experts", *_OF_EXPERTS, "kv_rank", *_OF_LATENT, "mtp_layers")
+SIZES_OF_SOME = ("n_experts", *_OF_EXPERTS, "kv_rank", *_OF_LATENT, "mtp_layers", "bidirectional")
 
 
 def attention_matrices(model: Transformer) -> int:

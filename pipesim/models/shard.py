@@ -103,6 +103,11 @@ class Shard(Parallel):
             check_divides("tensor_parallel", t, name, getattr(model, name))
         _check_context(self)
         _check_experts(self)
+        if self.prefix and model.bidirectional:
+            raise ArgumentError(
+                "tokens of a bidirectional model attend to later ones, which slices of a sequence "
+                "do not have; leave slices out"
+            )
         if recomputes(self, "mla_up_proj") and not model.kv_rank:
             raise ArgumentError(
                 'recompute_modules of the framework has "mla_up_proj", and the model has no latent '
@@ -132,6 +137,11 @@ class Shard(Parallel):
         return self.microbatch_size * self.model.sequence_length // self.context_parallel
 
     @property
+    def causal_share(self) -> float:
+        """See `Parallel`; 1 without a causal mask."""
+        return 1.0 if self.model.bidirectional else super().causal_share
+
+    @property
     def operand_bytes(self) -> float:
         """Bytes of an element that linear products of layers read, and keep for W."""
         own = FORMATS.get(self.precision)
@@ -139,7 +149,7 @@ class Shard(Parallel):
 
     @property
     def attended(self) -> float:
-        """Scores that the causal mask leaves, over those of one sequence of as many tokens."""
+        """Scores that the mask leaves, over those of one sequence of as many tokens."""
         length = self.model.sequence_length
         if self.documents:
             return sum(n * n for n in self.documents) / length**2

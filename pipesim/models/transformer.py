@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A decoder-only transformer. The defaults are GPT-3's shape, as in the papers' formulas.
+    """A decoder-only transformer, or an encoder; by default of GPT-3's shape, as in papers.
 
     Attributes
     ----------
@@ -133,6 +133,9 @@ class Transformer:
         norms, and a loss of its own, for which the LM head is computed once more. All are on the
         last stage, unless a layout of Megatron places them (``m``) or losses (``L``). Stages
         after the first have a copy of the embedding for them, and each stage with losses a head.
+    bidirectional
+        Whether tokens attend to all of their sequence, as in an encoder of images, and not only to
+        those before them. A fused attention core then computes all scores, and not a half.
 
     Examples
     --------
@@ -174,6 +177,7 @@ class Transformer:
     expert_groups: OptionalSize = 0
     groups_per_token: OptionalSize = 0
     mtp_layers: OptionalSize = 0
+    bidirectional: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)

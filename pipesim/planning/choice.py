@@ -54,6 +54,8 @@ class PlanChoice:
     offload
         Activations that wait in host memory, as text: ``"none"``, ``"all"``, a share such as
         ``"0.5"``, or ``"longest:0.5"``.
+    encoder_tensor_parallel
+        GPUs that share each layer of an encoder, one number an encoder.
 
     Examples
     --------
@@ -88,6 +90,7 @@ class PlanChoice:
     n_slices: int = 1
     merged: Merged = False
     group_size: int | None = None
+    encoder_tensor_parallel: tuple[int, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -230,6 +233,7 @@ def sizes_text(choice: PlanChoice) -> str:
     parts += [f"pp{choice.pipeline_parallel}", f"dp{choice.data_parallel}"]
     parts += [f"ep{experts}" * (experts > 1)]
     parts += [f"etp{choice.expert_tensor_parallel}" * (choice.expert_tensor_parallel > 0)]
+    parts += [f"encoder tp{size}" for size in choice.encoder_tensor_parallel]
     return " ".join(part for part in parts if part)
 
 

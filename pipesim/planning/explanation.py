@@ -249,6 +249,7 @@ def _layer_share(choice: PlanChoice) -> str:
     parts += [f"{choice.context_parallel} a sequence"] * (choice.context_parallel > 1)
     parts += [f"{choice.expert_parallel} for the experts"] * (choice.expert_parallel > 1)
     parts += [f"{choice.expert_tensor_parallel} an expert"] * (choice.expert_tensor_parallel > 0)
+    parts += [f"{size} a layer of an encoder" for size in choice.encoder_tensor_parallel]
     return ", ".join(parts)
 
 
@@ -334,8 +335,13 @@ _CAUSES = {
 }
 
 
-def step_parts(timeline: Timeline) -> dict[str, float]:
+def step_parts(
+    timeline: Timeline, rebuilt: Callable[[bool], Costs] | None = None
+) -> dict[str, float]:
     """Return the seconds of a simulated step in `PARTS`, whose ``math.fsum`` is its makespan.
+
+    ``rebuilt`` returns the costs without recompute, with the network or without, for costs that
+    `Costs.rebuilt` cannot build again.
 
     The graph is simulated again with some costs removed, one after the other:
 
@@ -374,24 +380,29 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     parts["messages"] = without_tail - alone.makespan
     for part, causes in _CAUSES.items():
         parts[part] = float(sum(idle[cause] for cause in causes))
-    parts |= _busy_parts(alone, costs)
+    parts |= _busy_parts(alone, costs, rebuilt)
     return _exact(timeline.makespan, parts)
 
 
-def _busy_parts(alone: Timeline, built: Costs) -> dict[str, float]:
+def _busy_parts(
+    alone: Timeline, built: Costs, rebuilt: Callable[[bool], Costs] | None
+) -> dict[str, float]:
     """Return the mean busy seconds of a device: compute, collectives, recompute.
 
     ``alone`` is the step without messages and reductions; ``built`` are costs as a model gave them.
     """
     graph, whole = alone.graph, float(alone.busy.mean())
     settings = None if built.work is None else built.work.settings
-    if not settings or "layers_per_stage" not in settings:
+    if rebuilt is None and not (settings and "layers_per_stage" in settings):
         first = _busy_once(graph, built)
         return {"compute": first, "tensor_parallel": 0.0, "recompute": whole - first}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CostsWarning)
-        once = built.rebuilt(recompute="none")
-        without_collectives = once.rebuilt(network=Network(host=built.network.host))
+        if rebuilt is not None:
+            once, without_collectives = rebuilt(True), rebuilt(False)
+        else:
+            once = built.rebuilt(recompute="none")
+            without_collectives = once.rebuilt(network=Network(host=built.network.host))
     first, compute = _busy_once(graph, once), _busy_once(graph, without_collectives)
     return {"compute": compute, "tensor_parallel": first - compute, "recompute": whole - first}
 

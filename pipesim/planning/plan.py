@@ -14,6 +14,7 @@ from pipesim.errors import ArgumentError, check_count, check_flag, check_name, c
 from pipesim.framework.framework import GatherParameters, GradSync
 from pipesim.lowering.framework_options import LAYOUT_OF_RANKS
 from pipesim.lowering.parameter_shards import ShardParameters
+from pipesim.models.encoders import Encoder
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import FixedSettings, Parallel, as_parallel, takes_settings
 from pipesim.models.transformer import Transformer
@@ -55,7 +56,7 @@ _FOLLOWING = ("n_microbatches", "layers_per_stage", "ordered_for_costs")
 
 @takes_settings(FixedSettings, flash_attention=True)
 def plan(
-    model: Transformer | Layers,
+    model: Transformer | Layers | Sequence[Encoder | Transformer],
     cluster: Cluster,
     *,
     global_batch: int,
@@ -103,7 +104,9 @@ def plan(
     ----------
     model
         A `Transformer`; or measured `Layers`, whose micro-batch has ``microbatch_size`` sequences
-        (1 by default).
+        (1 by default); or a list of several modules: a `pipesim.Encoder` for each encoder, and last
+        the transformer that takes their outputs. Their layers are one chain, so that encoders are
+        on devices of their own or share them with layers of the transformer, as the split says.
     cluster
         GPUs, nodes, network and memory.
     global_batch
@@ -353,7 +356,7 @@ def _with_intervals(
 
 def _known_steps(problem: PlanProblem) -> KnownSteps | None:
     """Return published steps like those of a problem; None for measured layers and mixed GPUs."""
-    if isinstance(problem.model, Layers) or problem.cluster.is_mixed:
+    if isinstance(problem.model, Layers) or problem.cluster.is_mixed or problem.encoders:
         return None
     parallel = problem.parallel
     return known_steps(parallel.framework, problem.cluster.gpu, parallel.precision)
@@ -363,6 +366,13 @@ def _notes(problem: PlanProblem, n_bands: int) -> tuple[str, ...]:
     """Return assumptions, errors and the order of the first ``n_bands``, to show with results."""
     if isinstance(problem.model, Layers):
         return ()
+    if problem.encoders:
+        n = sum(encoder.model.n_layers for encoder in problem.encoders)
+        return (
+            f"The first {n} of {problem.n_layers} layers are those of encoders. All modules train, "
+            "with the same micro-batches and recompute.",
+            "No published steps of models with encoders say how far predictions are off.",
+        )
     steps = _known_steps(problem)
     if steps is not None:
         order = f"The first {n_bands} are in the order of the high ends of their intervals."
@@ -387,17 +397,27 @@ def checked_problem(
     layout: Any, is_even: bool, parallel: Parallel,
 ) -> PlanProblem:  # fmt: skip
     """Return the problem of checked arguments."""
+    is_chain = isinstance(model, (list, tuple)) and model
+    *encoders, model = model if is_chain else [model]
     if not isinstance(model, (Transformer, Layers)):
         raise ArgumentError(
             f"model must be a pipesim.Transformer or pipesim.Layers, got {model!r:.60}; give such "
             'as pipesim.Transformer.preset("llama3_70b")'
         )
+    for encoder in encoders:
+        advice = "list pipesim.Encoder(model, sequences=...) before the model that they feed"
+        check_type("an encoder", encoder, Encoder, advice)
     if isinstance(model, Layers) and parallel.precision != "bf16":
         raise ArgumentError(
             f"precision={parallel.precision!r} changes no measured seconds; measure layers in this "
             "precision, or plan with a pipesim.Transformer"
         )
     check_type("cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)')
+    if encoders and (isinstance(model, Layers) or cluster.is_mixed):
+        raise ArgumentError(
+            "encoders are planned before a pipesim.Transformer, on a cluster of equal GPUs; give "
+            "these, or leave the encoders out"
+        )
     if check_count("global_batch", global_batch) > _MOST_SEQUENCES:
         raise ArgumentError(f"global_batch must be at most {_MOST_SEQUENCES}, got {global_batch}")
     limit = memory_limit_bytes(memory_limit)
@@ -416,7 +436,7 @@ def checked_problem(
         None if limit is None else float(checked_memory_limit(limit, 1)[0]),
         layout=LAYOUT_OF_RANKS.get(parallel.framework.rank_order, "stage_major") if layout is None
         else check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
-        memory_reserve=reserve, is_even=is_even, parallel=parallel,
+        memory_reserve=reserve, is_even=is_even, parallel=parallel, encoders=tuple(encoders),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from pipesim.costs.layer_split import balanced_split
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower_replica
 from pipesim.models.device_split import SplitProblem
+from pipesim.models.encoders import ChainCosts
 from pipesim.models.layers import Layers
 from pipesim.models.parallel import SEARCHED
 from pipesim.models.placed_split import LayerModel, split_problem
@@ -54,7 +55,7 @@ _MOST_GRAPHS = 256
 #: depend.
 _PLACE = ("schedule", "pipeline_parallel", "n_chunks", "n_slices", "merged")
 _ORDER = (*_PLACE, "n_microbatches", "group_size")
-_LAYERS = (*SEARCHED, "n_slices")
+_LAYERS = (*SEARCHED, "n_slices", "encoder_tensor_parallel")
 
 
 @dataclass(eq=False)
@@ -185,6 +186,10 @@ class Evaluator:
 
     @kept(*_LAYERS, *_PLACE)
     def _split(self, choice: PlanChoice, gpus: tuple[int, ...]) -> tuple[int, ...] | None:
+        if self.problem.encoders and not self.problem.is_even:
+            chain = self._shard_costs(choice, 0)
+            assert isinstance(chain, ChainCosts)  # for mypy
+            return chain.balanced(choice.n_stages)
         return stages_of(self.problem, choice, lambda: [self._parts(choice, gpu) for gpu in gpus])
 
     @kept(*_LAYERS)

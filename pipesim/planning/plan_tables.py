@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipesim.errors import check_count
-from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import (
     Evaluation,
     PlanChoice,
@@ -48,11 +47,8 @@ def ranked_table(problem: PlanProblem, rows: Sequence[Evaluation], *, noisy: boo
         columns["noisy_step"] = [row.noisy_step for row in rows]
     sequence = getattr(problem.model, "sequence_length", math.nan)  # measured layers have none
     columns["tokens_per_second"] = problem.global_batch * sequence / steps
-    flops = math.nan
-    if isinstance(problem.model, Transformer):
-        flops = problem.model.step_flops(problem.global_batch)
     peak = mean_peak(problem.cluster) or math.nan
-    columns["mfu"] = [flops / (row.step * row.choice.n_gpus * peak) for row in rows]
+    columns["mfu"] = [problem.step_flops / (row.step * row.choice.n_gpus * peak) for row in rows]
     columns["bubble"] = [row.bubble for row in rows]
     columns["memory"] = [row.memory for row in rows]
     columns["gap"] = steps / bounds - 1
@@ -214,6 +210,8 @@ def plan_html(plan: Plan) -> str:
     else:
         notes.append("Not simulated yet; plan.timeline simulates it.")
     settings = {name: _setting(getattr(plan.choice, name)) for name in SETTINGS}
+    sizes = ", ".join(map(str, plan.choice.encoder_tensor_parallel))
+    settings["encoder_tensor_parallel"] = sizes or "no encoder"
     rows = list(map(list, settings.items()))
     return "".join(map(note_html, notes)) + results + table_html(["setting", "value"], rows)
 

@@ -128,6 +128,7 @@ class Plan:
         ['micro-batch-size 1', 'global-batch-size 4']
         """
         problem = self.problem
+        _check_alone(problem, "Megatron-LM")
         is_model = isinstance(problem.model, Transformer)
         return megatron_flags(
             self.choice, problem.global_batch, problem.layout, problem.exchange(self.choice),
@@ -157,6 +158,7 @@ class Plan:
             Tables of TOML, with comments.
         """
         problem, path = self.problem, ""
+        _check_alone(problem, "torchtitan")
         if schedule_csv is not None:
             path = str(check_path("schedule_csv", schedule_csv, "write"))
             if not path.endswith(".csv") or self.choice.pipeline_parallel == 1:
@@ -379,11 +381,11 @@ class Plans:
         <Explanation: A takes 12.0 s a step: 3.00 s less than B with 15.0 s, or 20.0%.>
         """
         plans = [x if isinstance(x, Plan) else self.plan(x) for x in (first, second)]
-        first_timeline, second_timeline = (plan.timeline for plan in plans)
+        seconds = [step_parts(plan.timeline, plan.problem.rebuilt(plan.choice)) for plan in plans]
         return explanation(
             (plans[0].choice, plans[1].choice),
-            (step_parts(first_timeline), step_parts(second_timeline)),
-            (memory_parts(first_timeline), memory_parts(second_timeline)),
+            (seconds[0], seconds[1]),
+            (memory_parts(plans[0].timeline), memory_parts(plans[1].timeline)),
             is_tied=bool(getattr(self.problem.model, "tied_embeddings", False)),
         )
 
@@ -498,3 +500,12 @@ class Plans:
 
     def _repr_html_(self) -> str:
         return plans_html(self)
+
+
+def _check_alone(problem: PlanProblem, trainer: str) -> None:
+    """Refuse encoders, which the settings of trainers that a plan writes do not have."""
+    if problem.encoders:
+        raise ArgumentError(
+            f"the settings of {trainer} that a plan writes are those of a model alone; for a plan "
+            "with encoders take the numbers of plan.choice"
+        )

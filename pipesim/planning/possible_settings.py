@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from inspect import signature
 from pipesim.errors import PipeError
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
-from pipesim.planning.choice import PlanChoice, choice_facts
+from pipesim.planning.choice import PlanChoice, choice_facts, hides_exchanges
 from pipesim.planning.problem import PlanProblem, kept
 from pipesim.scheduling.registry import schedule_info
 
@@ -21,7 +22,7 @@ _Reason = tuple[str, tuple[str, ...]]
 _NONE: _Reason = ("", ())
 #: Settings that divide experts, and all that must divide the sizes of a model.
 _EXPERTS = ("tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
-_SHARD = (*_EXPERTS, "sequence_parallel", "n_slices")
+_SHARD = (*_EXPERTS, "sequence_parallel", "n_slices", "encoder_tensor_parallel")
 
 
 def setting_reason(problem: PlanProblem, choice: PlanChoice) -> str:
@@ -58,9 +59,9 @@ def setting_reason(problem: PlanProblem, choice: PlanChoice) -> str:
     return tensor_reason(problem, tp)
 
 
-def tensor_reason(problem: PlanProblem, tp: int) -> str:
-    """Return why a size of tensor parallelism is invalid; empty if it is not."""
-    model, cluster = problem.model, problem.cluster
+def tensor_reason(problem: PlanProblem, tp: int, encoder: Transformer | None = None) -> str:
+    """Return why a size of tensor parallelism is invalid, or that of an encoder; else empty."""
+    model, cluster = encoder or problem.model, problem.cluster
     if tp == 1:
         return ""
     if isinstance(model, Layers):
@@ -107,6 +108,7 @@ class FeatureReasons:
             (choice.n_slices > 1, self._slices),
             (choice.expert_parallel > 1 or choice.expert_tensor_parallel > 0, self._experts),
             (choice.context_parallel * choice.expert_parallel * choice.n_slices > 1, self._shard),
+            (bool(choice.encoder_tensor_parallel), self._encoders),
         )
         return next((reason for used, test in tests if used and (reason := test(choice))[0]), _NONE)
 
@@ -160,6 +162,22 @@ class FeatureReasons:
             )
             return text, (*_EXPERTS, "data_parallel")
         return _NONE
+
+    def _encoders(self, choice: PlanChoice) -> _Reason:
+        if choice.n_slices > 1:
+            text = "tokens of an encoder attend to all of their sequence, which slices cut"
+            return f"n_slices={choice.n_slices}: {text}", ("n_slices",)
+        if hides_exchanges(choice):
+            text = "exchanges of experts behind pairs of F and B are not priced with encoders"
+            return f"expert_parallel={choice.expert_parallel}: {text}", (
+                "expert_parallel", "schedule", "merged"
+            )  # fmt: skip
+        for encoder, size in zip(
+            self.problem.encoders, choice.encoder_tensor_parallel, strict=True
+        ):
+            if reason := tensor_reason(self.problem, size, encoder.model):
+                return f"encoder: {reason}", ("encoder_tensor_parallel",)
+        return self._shard(choice)
 
     def _shard(self, choice: PlanChoice) -> _Reason:
         """Return why the sizes do not divide the model, in the words of the model."""
@@ -222,6 +240,18 @@ def expert_sizes(problem: PlanProblem, choice: PlanChoice, parts: int) -> list[i
     tensor = parts or choice.tensor_parallel
     sizes = [(ep, ep * tensor) for ep in _divisors(model.n_experts)]
     return [ep for ep, x in sizes if n % x == 0 or (x % n == 0 and dp % (x // n) == 0)]
+
+
+def encoder_sizes(problem: PlanProblem, choice: PlanChoice) -> list[tuple[int, ...]]:
+    """Return the GPUs that share the layers of each encoder: its own, or all that divide heads."""
+    n = choice.gpus_per_device
+    sizes = [
+        encoder.tensor_parallel
+        if isinstance(encoder.tensor_parallel, tuple)
+        else [t for t in _divisors(n) if not tensor_reason(problem, t, encoder.model)]
+        for encoder in problem.encoders
+    ]
+    return list(itertools.product(*sizes))
 
 
 def sequence_counts(problem: PlanProblem, n: int) -> list[int]:

@@ -19,6 +19,7 @@ from pipesim.framework.framework import Framework, GatherParameters, GradSync
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.framework_options import FrameworkOptions, framework_options
 from pipesim.lowering.lower import lower
+from pipesim.models.encoders import ChainCosts, Encoder, encoder_shard
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
 from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
@@ -46,6 +47,7 @@ _USUAL = Parallel(flash_attention=True)
 class PlanProblem:
     """Model, cluster and batch of a plan; settings are those of `pipesim.plan`.
 
+    ``encoders``: models before this one in the pipeline, in their order.
     ``parallel``: settings of the model that no configuration changes.
     ``is_even``: whether each stage has as many layers; otherwise devices are balanced.
     ``measured_size``: sequences of the micro-batch of measured layers; None for one.
@@ -62,11 +64,23 @@ class PlanProblem:
     measured_size: int | None = None
     grad_sync: GradSync | None = None
     gather_parameters: GatherParameters | None = None
+    encoders: tuple[Encoder, ...] = ()
 
     @property
     def n_layers(self) -> int:
-        """Number of layers."""
-        return self.model.n_layers if isinstance(self.model, Transformer) else len(self.model)
+        """Number of layers, those of encoders included."""
+        if isinstance(self.model, Layers):
+            return len(self.model)
+        return self.model.n_layers + sum(x.model.n_layers for x in self.encoders)
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of a step; NaN for measured layers."""
+        if isinstance(self.model, Layers):
+            return math.nan
+        return self.model.step_flops(self.global_batch) + sum(
+            x.model.step_flops(x.sequences * self.global_batch) for x in self.encoders
+        )
 
     def costs(self, choice: PlanChoice) -> Costs:
         """Return the costs of the stages of a choice, each of the GPU of its device."""
@@ -89,6 +103,8 @@ class PlanProblem:
         """
         gpu, network = self.cluster.gpus[kind], self.cluster.network(choice.gpus_per_device)
         reserve = self.memory_reserve
+        if self.encoders:
+            return self.chain_costs(choice)
         whole = self._shard(choice)
         costs = ShardCosts(whole, gpu, None, network, memory_reserve=reserve)
         slices = microbatch_shards(whole, None, choice.n_slices)
@@ -97,8 +113,30 @@ class PlanProblem:
         parts = {own: ShardCosts(own, gpu, None, network) for (own,) in slices}
         return lambda sizes: costs_of_shards(costs(sizes), slices, lambda own: parts[own](sizes))
 
+    def chain_costs(self, choice: PlanChoice, *, has_network: bool = True) -> ChainCosts:
+        """Return the costs of the stages of encoders and model, for any split.
+
+        Without the network, collectives inside a device take no time.
+        """
+        network = self.cluster.network(choice.gpus_per_device) if has_network else None
+        return ChainCosts(
+            self._shards(choice), [x.sequences for x in self.encoders], self.cluster.gpu, network,
+            memory_reserve=self.memory_reserve,
+        )  # fmt: skip
+
+    def rebuilt(self, choice: PlanChoice) -> Callable[[bool], Costs] | None:
+        """Return costs without recompute, with the network or without; None if a model has them."""
+        if not self.encoders:
+            return None
+        once = replace(choice, recompute="none")
+        return lambda has_network: self.chain_costs(once, has_network=has_network)(
+            choice.layers_per_stage
+        )
+
     def _costs_on(self, choice: PlanChoice, kind: int) -> Costs:
         """Return the costs of stages that all run on one of ``cluster.gpus``."""
+        if self.encoders:
+            return self.chain_costs(choice)(choice.layers_per_stage)
         network = self.cluster.network(choice.gpus_per_device)
         if isinstance(self.model, Layers):
             costs = self.model.costs(choice.layers_per_stage, network=network)
@@ -121,6 +159,7 @@ class PlanProblem:
     def check_shards(self, choice: PlanChoice) -> None:
         """Raise a `PipeError` if a transformer cannot be divided as a choice says."""
         microbatch_shards(self._shard(choice), None, choice.n_slices)
+        self._shards(choice)
         self.cluster.network(choice.gpus_per_device)
 
     def expert_replicas(self, choice: PlanChoice) -> int:
@@ -130,6 +169,12 @@ class PlanProblem:
     def _shard(self, choice: PlanChoice) -> Shard:
         model = check_type("model", self.model, Transformer)
         return model.shard(self.parallel, **choice.shard_options)
+
+    def _shards(self, choice: PlanChoice) -> list[Shard]:
+        """Return the shards of encoders and model."""
+        main = self._shard(choice)
+        sizes = zip(self.encoders, choice.encoder_tensor_parallel, strict=True)
+        return [*(encoder_shard(encoder, main, t) for encoder, t in sizes), main]
 
     def gpus_of_devices(self, choice: PlanChoice) -> tuple[int, ...]:
         """Return the GPU of each device of the pipeline, as an index into ``cluster.gpus``.

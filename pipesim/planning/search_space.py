@@ -65,6 +65,7 @@ class SearchSpace:
     n_slices: tuple[int, ...] | None = None
     merged: tuple[Merged, ...] | None = None
     group_size: tuple[int, ...] | None = None
+    encoder_tensor_parallel: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def checked(cls, **values: Any) -> SearchSpace:
@@ -283,11 +284,18 @@ class Listing:
                 shard_parameters=parameters, offload=offload,
             )  # fmt: skip
             for parts, experts in self._expert_sizes(choice):
-                for merged in self._merged(base.schedule, experts):
+                for merged, encoders in itertools.product(
+                    self._merged(base.schedule, experts), self._encoder_sizes(choice)
+                ):
                     yield with_settings(
                         choice, expert_parallel=experts, expert_tensor_parallel=parts,
-                        merged=merged,
+                        merged=merged, encoder_tensor_parallel=encoders,
                     )  # fmt: skip
+
+    def _encoder_sizes(self, choice: PlanChoice) -> Sequence[tuple[int, ...]]:
+        """Return the GPUs that share a layer of each encoder."""
+        listed = self.space.encoder_tensor_parallel
+        return listed or possible_settings.encoder_sizes(self.problem, choice)
 
     def _expert_sizes(self, choice: PlanChoice) -> Iterator[tuple[int, int]]:
         """Yield GPUs that share an expert, and GPUs that divide the experts of a layer."""
@@ -409,6 +417,7 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
         check_name("setting of a configuration", name, SETTINGS)
     single = {**_DEFAULTS, **settings}
     n_microbatches, layers = single.pop("n_microbatches"), single.pop("layers_per_stage")
+    encoders = _encoder_sizes(problem, single.pop("encoder_tensor_parallel"))
     ordered = check_flag("ordered_for_costs", single.pop("ordered_for_costs"))
     for name, value in single.items():
         may_be_missing = name in ("data_parallel", "n_chunks", "group_size")
@@ -418,7 +427,8 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
     schedules = single.pop("schedule")
     if "microbatch_size" not in settings and problem.measured_size is not None:
         single["microbatch_size"] = problem.measured_size
-    choices, ruled_out = SearchSpace.checked(schedules=schedules, **single).choices(problem)
+    space = SearchSpace.checked(schedules=schedules, **single)
+    choices, ruled_out = replace(space, encoder_tensor_parallel=(encoders,)).choices(problem)
     if not choices:
         raise ArgumentError(f"no such configuration: {ruled_out[0].reason}")
     if len(choices) > 1:
@@ -436,6 +446,18 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
             "n_microbatches out"
         )
     return _with_layers(problem, choice, layers)
+
+
+def _encoder_sizes(problem: PlanProblem, sizes: Any) -> tuple[int, ...]:
+    """Return the GPUs that share a layer of each encoder, by default 1."""
+    name, n = "encoder_tensor_parallel", len(problem.encoders)
+    listed = check_list(name, [sizes] if isinstance(sizes, int) else sizes, "one number an encoder")
+    checked = [check_count(name, x) for x in listed] or [1] * n
+    if len(checked) != n:
+        raise ArgumentError(
+            f"{name}={sizes!r:.60} has {len(checked)} numbers for {n} encoders; give one each"
+        )
+    return tuple(checked)
 
 
 def _with_layers(problem: PlanProblem, choice: PlanChoice, layers: object) -> PlanChoice:

@@ -202,6 +202,7 @@ SIZES: Mapping[str, Form] = {
     "bytes_per_activation": _bytes,
     "optimizer_bytes_per_parameter": _bytes,
     **dict.fromkeys(SIZES_OF_SOME, _count),
+    "bidirectional": _flag,
 }
 
 
