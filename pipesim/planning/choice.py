@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError
+from pipesim.graph.options import OffloadTarget
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.parallel import SEARCHED
 from pipesim.named_schedules.patterns import Merged
@@ -54,6 +55,8 @@ class PlanChoice:
     offload
         Activations that wait in host memory, as text: ``"none"``, ``"all"``, a share such as
         ``"0.5"``, or ``"longest:0.5"``.
+    offload_to
+        Where they wait, as in `pipesim.plan`; ``"host"`` if there are none.
     encoder_tensor_parallel
         GPUs that share each layer of an encoder, one number an encoder.
 
@@ -91,6 +94,7 @@ class PlanChoice:
     merged: Merged = False
     group_size: int | None = None
     encoder_tensor_parallel: tuple[int, ...] = ()
+    offload_to: OffloadTarget = "host"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -266,8 +270,8 @@ def sharding_text(choice: PlanChoice) -> str:
 
 
 def offload_text(choice: PlanChoice) -> str:
-    """Return the activations that wait in host memory, such as "offload longest:0.5"."""
-    return f"offload {choice.offload}"
+    """Return the activations that wait elsewhere, such as "offload longest:0.5"."""
+    return f"offload {choice.offload}" + " to a peer" * (choice.offload_to == "peer")
 
 
 def layers_text(sizes: Sequence[int]) -> str:

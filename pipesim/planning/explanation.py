@@ -204,7 +204,7 @@ _LONGER: Mapping[str, tuple[str, Callable[[PlanChoice], bool]]] = {
         lambda choice: choice.context_parallel * choice.expert_parallel > 1,
     ),
     "messages": (
-        "Waits for messages between stages and for copies to the host",
+        "Waits for messages between stages and for offloads",
         lambda choice: choice.offload != "none",
     ),
     "reduction_and_optimizer": (

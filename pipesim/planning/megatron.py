@@ -191,8 +191,10 @@ def _check_sharing(choice: PlanChoice, has_experts: bool) -> None:
             f'{choice.pipeline_parallel}; plan with shard_parameters="every" and '
             "pipeline_parallel=1, or with shard_optimizer=True"
         )
-    if choice.offload not in ("none", "all") or (choice.offload == "all" and not has_experts):
+    is_all = choice.offload == "all" and choice.offload_to == "host" and has_experts
+    if choice.offload != "none" and not is_all:
         model = "" if has_experts else " of a model without experts"
+        model += ' to a "peer"' * (choice.offload_to == "peer")
         raise ArgumentError(
             "Megatron-LM offloads the inputs of named modules (--offload-modules), all or none, and"
             f" of the MLP only those of experts; got offload={choice.offload!r}{model}; plan with "

@@ -12,6 +12,7 @@ from typing import Any, Literal, Unpack, get_args
 from pipesim.analysis.prediction_interval import KnownSteps, known_steps
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_type, number
 from pipesim.framework.framework import GatherParameters, GradSync
+from pipesim.graph.options import OffloadTarget
 from pipesim.lowering.framework_options import LAYOUT_OF_RANKS
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.encoders import Encoder
@@ -74,6 +75,7 @@ def plan(
     expert_tensor_parallel: int | Sequence[int] | None = None,
     shard_parameters: ShardParameters | Sequence[ShardParameters] | None = None,
     offload: str | float | Sequence[str | float] | None = None,
+    offload_to: OffloadTarget | Sequence[OffloadTarget] | None = None,
     n_slices: int | Sequence[int] | None = None,
     merged: Merged | Sequence[Merged] | None = None,
     group_size: int | Sequence[int] | None = None,
@@ -151,6 +153,8 @@ def plan(
     offload
         Activations that wait in host memory, as in `pipesim.lower`, one value for all stages; by
         default ``"none"``. The network of the cluster must have a link to the host.
+    offload_to
+        ``"host"`` (the default) or ``"peer"``: the device that holds them, as in `pipesim.lower`.
     n_slices
         Slices of each sequence, for schedules that take slices; by default 1, whole sequences.
     merged
@@ -234,7 +238,8 @@ def plan(
         n_chunks=n_chunks, recompute=recompute, shard_optimizer=shard_optimizer,
         sequence_parallel=sequence_parallel, context_parallel=context_parallel,
         expert_parallel=expert_parallel, expert_tensor_parallel=expert_tensor_parallel,
-        shard_parameters=shard_parameters, offload=offload, n_slices=n_slices,
+        shard_parameters=shard_parameters, offload=offload, offload_to=offload_to,
+        n_slices=n_slices,
         merged=merged, group_size=group_size,
     )  # fmt: skip
     problem = replace(problem, measured_size=space.measured_size(problem))

@@ -123,8 +123,12 @@ class FeatureReasons:
         return self._lacking(what, "parameter_bytes"), names
 
     def _offload(self, choice: PlanChoice) -> _Reason:
-        what, names = f"offload={choice.offload!r}", ("offload",)
-        if self.problem.cluster.network().host is None:
+        what, names = f"offload={choice.offload!r}", ("offload", "offload_to")
+        if choice.offload_to == "peer":
+            if choice.pipeline_parallel == 1:
+                text = f'{what}: a pipeline of one device has no peer; give offload_to="host"'
+                return text, (*names, "pipeline_parallel")
+        elif self.problem.cluster.network().host is None:
             text = (
                 f"{what}: the network of the cluster has no link to host memory; give such as "
                 "Network(nodes=..., host=HostLink(latency=10e-6, bandwidth=25e9))"

@@ -235,6 +235,7 @@ class PlanProblem:
             layout=self.layout,
             shard_parameters=choice.shard_parameters,
             offload=choice.offload,
+            offload_to=choice.offload_to,
             **self.accumulation(choice),
             **experts,
         )

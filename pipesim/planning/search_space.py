@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 from pipesim.costs.layer_split import checked_split, layout_modules
 from pipesim.errors import ArgumentError, check_count, check_flag, check_list, check_name
 from pipesim.framework.framework import schedule_reason
-from pipesim.graph.options import StageOffload, checked_offload
+from pipesim.graph.options import OffloadTarget, StageOffload, checked_offload
 from pipesim.lowering.parameter_shards import ShardParameters, checked_shard_parameters
 from pipesim.models.parallel import RECOMPUTE
 from pipesim.models.transformer import Transformer
@@ -66,6 +66,7 @@ class SearchSpace:
     merged: tuple[Merged, ...] | None = None
     group_size: tuple[int, ...] | None = None
     encoder_tensor_parallel: tuple[tuple[int, ...], ...] | None = None
+    offload_to: tuple[OffloadTarget, ...] | None = None
 
     @classmethod
     def checked(cls, **values: Any) -> SearchSpace:
@@ -76,6 +77,7 @@ class SearchSpace:
             "shard_parameters": lambda _, x: checked_shard_parameters(x), "offload": _offload,
             "expert_tensor_parallel": partial(check_count, minimum=0),
             "merged": lambda _, x: checked_merged(x),
+            "offload_to": lambda _, x: check_name("offload_to", x, get_args(OffloadTarget)),
         }  # fmt: skip
         return cls(
             **{
@@ -273,15 +275,19 @@ class Listing:
             self._flags("shard_optimizer", dp > 1),
             self._flags("sequence_parallel", splits_sequence),
             modes,
-            space.offload or ("none",),
+            [
+                (offload, target)
+                for offload in space.offload or ("none",)
+                for target in (space.offload_to if offload != "none" else None) or ("host",)
+            ],
         )
         sharded_alone = space.shard_optimizer is None or False in space.shard_optimizer
-        for recompute, shard, sequence, parameters, offload in values:
+        for recompute, shard, sequence, parameters, (offload, target) in values:
             if shard and parameters != "none" and sharded_alone:
                 continue  # listed with shard_optimizer=False
             choice = with_settings(
                 base, recompute=recompute, shard_optimizer=shard, sequence_parallel=sequence,
-                shard_parameters=parameters, offload=offload,
+                shard_parameters=parameters, offload=offload, offload_to=target,
             )  # fmt: skip
             for parts, experts in self._expert_sizes(choice):
                 for merged, encoders in itertools.product(

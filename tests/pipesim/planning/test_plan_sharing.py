@@ -85,7 +85,8 @@ def by_hand(
     graph = ps.lower(
         schedule, n_replicas=choice.data_parallel, layout="stage_major",
         shard_optimizer=choice.shard_optimizer, shard_parameters=choice.shard_parameters,
-        offload=choice.offload, grad_sync="every" if choice.schedule == "naive" else "last",
+        offload=choice.offload, offload_to=choice.offload_to,
+        grad_sync="every" if choice.schedule == "naive" else "last",
         **experts,
     )  # fmt: skip
     return ps.simulate(graph, costs)
@@ -109,6 +110,7 @@ def by_hand(
         (DENSE, {"shard_parameters": 1, "schedules": "interleaved_1f1b", "n_chunks": 3}),
         (DENSE, {"offload": 0.5, "schedules": "zb_h1"}),
         (DENSE, {"offload": "longest:0.5", "schedules": "interleaved_1f1b", "n_chunks": 3}),
+        (DENSE, {"offload": 0.5, "offload_to": "peer", "schedules": "1f1b"}),
         (DENSE, {"n_slices": 4, "schedules": "seq1f1b"}),
         (DENSE, {"n_slices": 2, "schedules": "slimpipe", "n_chunks": 3}),
         (EXPERTS, {"expert_parallel": 4, "context_parallel": 2, "shard_parameters": "step",
@@ -373,6 +375,8 @@ def test_defaults() -> None:
         (DENSE, CLUSTER, {"offload": "all", "pipeline_parallel": 1, "data_parallel": 8,
                           "microbatch_size": 2, "schedules": "1f1b"},
          "no activations to offload"),
+        (DENSE, CLUSTER, {"offload": "all", "offload_to": "peer", "pipeline_parallel": 1},
+         "has no peer"),
         (DENSE, CLUSTER, {"n_slices": 3}, "slices=3 does not divide sequence_length=512"),
         (DENSE, CLUSTER, {"n_slices": 2, "schedules": "1f1b"}, "1f1b runs whole sequences"),
         (DENSE, CLUSTER, {"schedules": "seq1f1b"}, "seq1f1b runs slices of sequences"),
@@ -499,7 +503,7 @@ def test_explanations_of_all_parameters() -> None:
         text = plans.explain(first, choice)
         assert text.difference == plans.plan(first).step - plans.plan(choice).step
     text = str(plans.explain(first, second))
-    assert "copies to the host" in text
+    assert "between stages and for offloads" in text
     assert "1 GPU a layer, 2 a sequence, 4 for the experts, against " in text
     assert "2 replicas with parameters gathered once a step" in text
     assert "micro-batches of 1 sequence in 4 slices" in text
