@@ -222,7 +222,7 @@ def argument_settings(args: argparse.Namespace) -> Settings:
 _OF_PLAN = {
     name: str(parameter.annotation)
     for name, parameter in signature(plan).parameters.items()
-    if name not in ("model", "cluster", "where", "n_best", "backend", "progress")
+    if name not in ("model", "cluster", "lengths", "where", "n_best", "backend", "progress")
 }
 _OF_CLUSTER = ("machine", "n_gpus", "gpu", "usable_memory", "network_efficiency", "nic_efficiency")
 _PLAN_TEXTS = {
@@ -296,7 +296,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the settings of a TOML file, with tables of the model and the cluster."""
     settings = read_toml(path, "settings from")
     for key in settings:
-        check_name(f"{path}: key", key, ("model", "cluster", *_OF_PLAN))
+        check_name(f"{path}: key", key, ("model", "cluster", "lengths", *_OF_PLAN))
     for key, name in (("model", "model"), ("cluster", "machine")):
         value = settings.get(key, {})
         if isinstance(value, str):

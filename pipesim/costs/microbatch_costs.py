@@ -114,10 +114,15 @@ def least_costs(costs: Costs) -> Costs:
     return costs if costs.n_microbatches is None else _with_each(costs, min)
 
 
+def largest_costs(costs: Costs) -> Costs:
+    """Return the largest values of each field over micro-batches, as one value a stage."""
+    return costs if costs.n_microbatches is None else _with_each(costs, max)
+
+
 def most_costs(costs: Costs, parts: Sequence[Costs]) -> Costs:
     """Return ``costs`` with the largest value of each field in parts, which have one a stage."""
     joined = joined_microbatches(costs, parts, np.arange(len(parts)))
-    return joined if joined.n_microbatches is None else _with_each(joined, max)
+    return largest_costs(joined)
 
 
 def _with_each(costs: Costs, of_row: Callable[[tuple[float, ...]], float]) -> Costs:

@@ -17,6 +17,7 @@ from pipesim.lowering.framework_options import LAYOUT_OF_RANKS
 from pipesim.lowering.parameter_shards import ShardParameters
 from pipesim.models.encoders import Encoder
 from pipesim.models.layers import Layers
+from pipesim.models.model_costs import Lengths, microbatch_shards
 from pipesim.models.parallel import FixedSettings, Parallel, as_parallel, takes_settings
 from pipesim.models.transformer import Transformer
 from pipesim.named_schedules.patterns import Merged
@@ -61,6 +62,7 @@ def plan(
     cluster: Cluster,
     *,
     global_batch: int,
+    lengths: Lengths | None = None,
     tensor_parallel: int | Sequence[int] | None = None,
     pipeline_parallel: int | Sequence[int] | None = None,
     data_parallel: int | Sequence[int] | None = None,
@@ -113,6 +115,10 @@ def plan(
         GPUs, nodes, network and memory.
     global_batch
         Sequences of a step, of all replicas.
+    lengths
+        Tokens of each of these sequences, or a list of the tokens of the documents packed into it,
+        as in `Transformer.costs`. Each is a micro-batch. Replicas have equal parts of the list, in
+        its order. None (the default): all have the length of the model.
     tensor_parallel
         GPUs that share each layer. By default those that divide heads and fit in a node.
     pipeline_parallel
@@ -227,6 +233,8 @@ def plan(
         model, cluster, global_batch, memory_limit, memory_reserve, layout, split == "even",
         as_parallel(plan, {"flash_attention": True}, settings),
     )  # fmt: skip
+    if lengths is not None:
+        problem = _with_lengths(problem, lengths)
     if grad_sync is not None:
         check_name("grad_sync", grad_sync, get_args(GradSync))
     if gather_parameters is not None:
@@ -443,6 +451,24 @@ def checked_problem(
         else check_name("layout", layout, LAYOUTS),  # type: ignore[arg-type]  # one of them
         memory_reserve=reserve, is_even=is_even, parallel=parallel, encoders=tuple(encoders),
     )  # fmt: skip
+
+
+def _with_lengths(problem: PlanProblem, lengths: Lengths) -> PlanProblem:
+    """Return a problem with the tokens of each sequence."""
+    if isinstance(problem.model, Layers) or problem.encoders or problem.cluster.is_mixed:
+        raise ArgumentError(
+            "lengths are those of the sequences of one pipesim.Transformer, on a cluster of equal "
+            "GPUs; leave lengths out"
+        )
+    shards = microbatch_shards(problem.model.shard(problem.parallel), lengths, 1)
+    if len(shards) != problem.global_batch:
+        raise ArgumentError(
+            f"lengths has {len(shards)} entries, and global_batch={problem.global_batch}; give one "
+            "each a sequence"
+        )
+    tokens = sum(shard.tokens for (shard,) in shards)
+    flops = math.fsum(shard.step_flops for (shard,) in shards)
+    return replace(problem, lengths=list(lengths), length_totals=(tokens, flops))
 
 
 def checked_workers(n_jobs: object, backend: object) -> Workers:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.costs.costs import Costs
+from pipesim.costs.microbatch_costs import averaged, largest_costs, least_costs
 from pipesim.costs.pricing import exchange_seconds, moved_bytes, shared_bytes
 from pipesim.network.collectives import all_reduce_seconds
 from pipesim.network.network import Network
@@ -116,6 +117,11 @@ def device_work(
     experts may run beside the compute of another micro-batch.
     """
     options = {"splits_backward": splits_backward, "hides_exchanges": hides_exchanges}
+    if n_slices == 1 and costs.n_microbatches is not None:  # of several lengths
+        mean, least = (_work_of_one(x, devices, **options) for x in (
+            averaged(costs), least_costs(costs)
+        ))  # fmt: skip
+        return least._replace(busy=mean.busy, stage_busy=mean.stage_busy)
     if n_slices == 1:
         return _work_of_one(costs, devices, **options)
     first, *others = (
@@ -240,6 +246,7 @@ def least_memory(
 ) -> Floats:
     """Return the least bytes of each device, the allocator's reserve included.
 
+    If micro-batches differ, the first of a device may be the shortest, and each runs at some time.
     ``splits_backward`` and ``offloads``: whether any backward is I and W, and whether activations
     may be in host memory.
     """
@@ -250,8 +257,9 @@ def least_memory(
     of_backward: Floats | None = None
     if sharing.parameters and not splits_backward:
         of_backward = moved_bytes(costs, n, shares, "gradient")
+    longest, shortest = largest_costs(costs), least_costs(costs)
     if n_slices == 1:
-        most = _used_bytes(costs, n, of_backward)
+        most = _used_bytes(longest, n, of_backward)
     else:
         slices = [costs.microbatch(k) for k in range(n_slices)]
         used = [_used_bytes(own, n, of_backward) for own in slices]
@@ -261,8 +269,8 @@ def least_memory(
     gathered = moved_bytes(costs, n, shares, "parameter") if sharing.parameters else 0.0
     needed = devices.most(most + gathered)
     if n_slices == 1 and not offloads:
-        activations = devices.sums(costs.per_stage("activation_bytes", n))
-        workspace = costs.per_stage("backward_workspace_bytes", n) + gathered
+        activations = devices.sums(shortest.per_stage("activation_bytes", n))
+        workspace = shortest.per_stage("backward_workspace_bytes", n) + gathered
         needed = np.maximum(needed, activations + devices.least(workspace))
     least: Floats = devices.sums(held) + needed
     return least * (1 + costs.memory_reserve) * (1 - ROUNDING)

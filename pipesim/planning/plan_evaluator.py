@@ -13,6 +13,7 @@ import numpy as np
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import balanced_split
+from pipesim.costs.microbatch_costs import averaged
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower_replica
 from pipesim.models.device_split import SplitProblem
@@ -77,6 +78,9 @@ class Evaluator:
         """Return the problem of splitting the layers of a configuration."""
         problem, model = self.problem, self.problem.model
         stage_costs = model.costs if isinstance(model, Layers) else self._shard_costs(choice, 0)
+        if problem.lengths is not None:
+            varying = stage_costs
+            stage_costs = lambda sizes: averaged(varying(sizes))  # noqa: E731
         layers = LayerModel(problem.n_layers, stage_costs, has_ends=not isinstance(model, Layers))
         splits = split_problem(layers, placement_of(choice))
         if not problem.cluster.is_mixed:
@@ -153,7 +157,7 @@ class Evaluator:
 
     def _needs_all(self, choice: PlanChoice) -> bool:
         """Return whether a choice is simulated with the tasks of all replicas in any case."""
-        if choice.offload != "none" or choice.n_slices > 1:
+        if choice.offload != "none" or choice.n_slices > 1 or self.problem.lengths is not None:
             return True
         if choice.expert_parallel == 1:
             return False

@@ -45,8 +45,7 @@ def ranked_table(problem: PlanProblem, rows: Sequence[Evaluation], *, noisy: boo
     columns |= {end: np.array([getattr(row, end) for row in rows]) for end in ("low", "high")}
     if noisy:
         columns["noisy_step"] = [row.noisy_step for row in rows]
-    sequence = getattr(problem.model, "sequence_length", math.nan)  # measured layers have none
-    columns["tokens_per_second"] = problem.global_batch * sequence / steps
+    columns["tokens_per_second"] = problem.step_tokens / steps
     peak = mean_peak(problem.cluster) or math.nan
     columns["mfu"] = [problem.step_flops / (row.step * row.choice.n_gpus * peak) for row in rows]
     columns["bubble"] = [row.bubble for row in rows]

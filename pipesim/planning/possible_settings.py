@@ -109,6 +109,7 @@ class FeatureReasons:
             (choice.expert_parallel > 1 or choice.expert_tensor_parallel > 0, self._experts),
             (choice.context_parallel * choice.expert_parallel * choice.n_slices > 1, self._shard),
             (bool(choice.encoder_tensor_parallel), self._encoders),
+            (self.problem.lengths is not None, self._lengths),
         )
         return next((reason for used, test in tests if used and (reason := test(choice))[0]), _NONE)
 
@@ -166,6 +167,13 @@ class FeatureReasons:
             )
             return text, (*_EXPERTS, "data_parallel")
         return _NONE
+
+    def _lengths(self, choice: PlanChoice) -> _Reason:
+        for name in ("microbatch_size", "n_slices"):
+            if getattr(choice, name) > 1:
+                text = f"{name}={getattr(choice, name)}: each of lengths is a micro-batch"
+                return text, (name,)
+        return self._shard(choice)
 
     def _encoders(self, choice: PlanChoice) -> _Reason:
         if choice.n_slices > 1:
@@ -262,6 +270,8 @@ def sequence_counts(problem: PlanProblem, n: int) -> list[int]:
     """Return the sizes of micro-batches of n sequences."""
     if isinstance(problem.model, Layers):
         return [problem.measured_size or 1]
+    if problem.lengths is not None:
+        return [1]
     return [size for size in _divisors(n) if size <= _MOST_SEQUENCES]
 
 

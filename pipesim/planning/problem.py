@@ -22,7 +22,7 @@ from pipesim.lowering.lower import lower
 from pipesim.models.encoders import ChainCosts, Encoder, encoder_shard
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers
-from pipesim.models.model_costs import ShardCosts, costs_of_shards, microbatch_shards
+from pipesim.models.model_costs import Lengths, ShardCosts, costs_of_shards, microbatch_shards
 from pipesim.models.parallel import Parallel
 from pipesim.models.shard import Shard
 from pipesim.models.stage_seconds import stage_seconds
@@ -47,6 +47,8 @@ _USUAL = Parallel(flash_attention=True)
 class PlanProblem:
     """Model, cluster and batch of a plan; settings are those of `pipesim.plan`.
 
+    ``lengths``: tokens of each sequence, or of its documents; None for those of the model. Then
+    ``length_totals`` are the tokens and the model FLOPs of a step.
     ``encoders``: models before this one in the pipeline, in their order.
     ``parallel``: settings of the model that no configuration changes.
     ``is_even``: whether each stage has as many layers; otherwise devices are balanced.
@@ -65,6 +67,8 @@ class PlanProblem:
     grad_sync: GradSync | None = None
     gather_parameters: GatherParameters | None = None
     encoders: tuple[Encoder, ...] = ()
+    lengths: Lengths | None = None
+    length_totals: tuple[int, float] = (0, 0.0)
 
     @property
     def n_layers(self) -> int:
@@ -74,10 +78,19 @@ class PlanProblem:
         return self.model.n_layers + sum(x.model.n_layers for x in self.encoders)
 
     @property
+    def step_tokens(self) -> float:
+        """Tokens of a step; NaN for measured layers."""
+        if self.lengths is not None:
+            return self.length_totals[0]
+        return self.global_batch * getattr(self.model, "sequence_length", math.nan)
+
+    @property
     def step_flops(self) -> float:
         """Model FLOPs of a step; NaN for measured layers."""
         if isinstance(self.model, Layers):
             return math.nan
+        if self.lengths is not None:
+            return self.length_totals[1]
         return self.model.step_flops(self.global_batch) + sum(
             x.model.step_flops(x.sequences * self.global_batch) for x in self.encoders
         )
@@ -107,7 +120,7 @@ class PlanProblem:
             return self.chain_costs(choice)
         whole = self._shard(choice)
         costs = ShardCosts(whole, gpu, None, network, memory_reserve=reserve)
-        slices = microbatch_shards(whole, None, choice.n_slices)
+        slices = microbatch_shards(whole, self.lengths, choice.n_slices)
         if not slices:
             return costs
         parts = {own: ShardCosts(own, gpu, None, network) for (own,) in slices}
@@ -145,6 +158,7 @@ class PlanProblem:
                 choice.layers_per_stage,
                 gpu=self.cluster.gpus[kind],
                 parallel=self.parallel,
+                lengths=self.lengths,
                 slices=choice.n_slices,
                 network=network,
                 **choice.shard_options,
@@ -158,7 +172,7 @@ class PlanProblem:
 
     def check_shards(self, choice: PlanChoice) -> None:
         """Raise a `PipeError` if a transformer cannot be divided as a choice says."""
-        microbatch_shards(self._shard(choice), None, choice.n_slices)
+        microbatch_shards(self._shard(choice), self.lengths, choice.n_slices)
         self._shards(choice)
         self.cluster.network(choice.gpus_per_device)
 
