@@ -440,6 +440,10 @@ class Costs(CostFields):
         Those of a `Transformer`: embedding and LM head if they are tied; the embedding that
         multi-token prediction uses; the LM head of losses on several stages. Empty for other costs.
         """
+        if self.tied_bytes and self._settings.get("vocabulary_parallel"):
+            p = len(self._settings["layers_per_stage"])
+            n_stages = np.size(np.array(self.forward))
+            return tuple((k, 2 * p + k) for k in range(p)) if n_stages == 3 * p + 1 else ()
         layout = self.layout if self.tied_bytes else None
         if layout is None:
             return ()

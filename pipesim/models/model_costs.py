@@ -17,12 +17,13 @@ from pipesim.costs.layer_split import (
     LayerPartition,
     Split,
     checked_counts,
+    checked_split,
     copied_stages,
     layout_stages,
 )
 from pipesim.costs.microbatch_costs import joined_microbatches, most_costs
 from pipesim.costs.rows import PerStage
-from pipesim.errors import ArgumentError, check_name
+from pipesim.errors import ArgumentError, check_flag, check_name
 from pipesim.models.gpu import GPU, as_gpu
 from pipesim.models.model_sizes import SIZES_OF_SOME, check_divides, check_size
 from pipesim.models.parallel import PARALLEL, Parallel
@@ -37,6 +38,7 @@ from pipesim.models.shard_sizes import (
 )
 from pipesim.models.stage_seconds import GpuSeconds, stage_seconds, warn_of_misaligned_heads
 from pipesim.models.transformer import Transformer
+from pipesim.models.vocabulary_parallel import check_vocabulary_parallel, vocabulary_costs
 from pipesim.network.network import Network
 from pipesim.utils.texts import Bytes
 
@@ -110,6 +112,7 @@ def model_costs(
     lengths: Lengths | None = None,
     slices: Slices = 1,
     context: Sequence[tuple[int, ...]] = (),
+    vocabulary_parallel: bool = False,
 ) -> Costs:
     """Return the costs of stages; see `Transformer.costs` for arguments, errors and warnings.
 
@@ -118,6 +121,11 @@ def model_costs(
     rates = None if gpu is None else as_gpu(gpu)
     if rates is not None:
         warn_of_misaligned_heads(shard, rates)
+    if check_flag("vocabulary_parallel", vocabulary_parallel):
+        check_vocabulary_parallel(
+            shard, layers_per_stage, partition=partition, placement=placement,
+            memory_limit=memory_limit, launch=launch, optimizer_step=optimizer_step,
+        )  # fmt: skip
     if isinstance(layers_per_stage, str) and not is_word(layers_per_stage):
         shard = with_layout(shard, layers_per_stage)
     shards = microbatch_shards(shard, lengths, slices, context)
@@ -128,22 +136,24 @@ def model_costs(
             own, rates, flops_per_second, network, launch=launch, optimizer_step=optimizer_step
         )
 
-    stage_costs = costs_of(shard)
-    seconds = stage_costs.seconds
+    if vocabulary_parallel:
+        sizes = checked_split(layers_per_stage, shard.model.n_layers, "layers_per_stage")
 
-    def least_costs(sizes: Sequence[int]) -> Costs:
-        values: dict[str, Any] = {**seconds.without_launches.stages(sizes)}
-        return Costs(**values)
+        def stages_of(own: Shard) -> Costs:
+            return vocabulary_costs(own, sizes, costs_of, rates)
 
-    model = LayerModel(shard.model.n_layers, stage_costs, True, least_costs)
-    sizes = placed_sizes(model, layers_per_stage, "layers_per_stage", partition=partition,
-                         placement=placement, memory_limit=memory_limit)  # fmt: skip
-    if sizes is None:
-        _, *ends = seconds.parts
-        sizes = stage_sizes(layers_per_stage, partition, model.n_layers, seconds.layers, *ends)
-    costs = stage_costs(sizes)
-    for name in ("optimizer_step", "launch"):
-        costs.per_stage(name, len(sizes))  # refuses values of another number of stages
+        costs = stages_of(shard)
+    else:
+        stage_costs = costs_of(shard)
+        sizes = _sizes(stage_costs, shard.model.n_layers, layers_per_stage, partition=partition,
+                       placement=placement, memory_limit=memory_limit)  # fmt: skip
+
+        def stages_of(own: Shard) -> Costs:
+            return costs_of(own)(sizes)
+
+        costs = stage_costs(sizes)
+        for name in ("optimizer_step", "launch"):
+            costs.per_stage(name, len(sizes))  # refuses values of another number of stages
     settings = {
         "layers_per_stage": layers_per_stage if shard.modules else list(sizes),
         "launch": costs.launch,
@@ -151,8 +161,10 @@ def model_costs(
     }
     if optimizer_step is not None:
         settings["optimizer_step"] = costs.optimizer_step
+    if vocabulary_parallel:
+        settings["vocabulary_parallel"] = True
     if shards:
-        costs = costs_of_shards(costs, shards, lambda own: costs_of(own)(sizes))
+        costs = costs_of_shards(costs, shards, stages_of)
         settings |= {
             "lengths": None if lengths is None else _lists(lengths),
             "slices": _lists(slices),
@@ -165,6 +177,27 @@ def model_costs(
         n_microbatches=len(shards) if n_wholes else None,
     )
     return replace(costs, workload=workload)
+
+
+def _sizes(
+    stage_costs: ShardCosts, n_layers: int, layers_per_stage: Split, *,
+    partition: LayerPartition | None, placement: Placed | None,
+    memory_limit: Bytes | Sequence[Bytes] | None,
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the layers of each stage of a chain."""
+    seconds = stage_costs.seconds
+
+    def least_costs(sizes: Sequence[int]) -> Costs:
+        values: dict[str, Any] = {**seconds.without_launches.stages(sizes)}
+        return Costs(**values)
+
+    model = LayerModel(n_layers, stage_costs, True, least_costs)
+    sizes = placed_sizes(model, layers_per_stage, "layers_per_stage", partition=partition,
+                         placement=placement, memory_limit=memory_limit)  # fmt: skip
+    if sizes is None:
+        _, *ends = seconds.parts
+        sizes = stage_sizes(layers_per_stage, partition, n_layers, seconds.layers, *ends)
+    return sizes
 
 
 def _lists(value: Any) -> Any:

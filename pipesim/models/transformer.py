@@ -557,6 +557,7 @@ class Transformer:
         optimizer_step: PerStage | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
+        vocabulary_parallel: bool = False,
         **settings: Unpack[CostsSettings],
     ) -> Costs:
         """Return the costs of stages; the first has the embedding, those with losses the LM head.
@@ -617,6 +618,11 @@ class Transformer:
             such as ``Network.preset("dgx_h100", gpus_per_device=8)``. With a network of nodes, the
             seconds of exchanges of experts are those between neighbours in Megatron-LM's order,
             ``lower(layout="stage_major")``.
+        vocabulary_parallel
+            Whether embedding and LM head are divided over the ``p`` devices, whose layers are
+            ``layers_per_stage``: costs of the ``3p + 1`` stages of ``pipesim.schedule("1f1b",
+            vocabulary_parallel=True)``. Slices have equal sizes, padded. Each slice of the head
+            has a final norm. `Costs.tied_stages` are slices of a tied matrix on one device.
         **settings
             Fields of `Parallel` that are other than those of ``parallel``; without it,
             ``microbatch_size`` must be among them. If experts are spread over several replicas,
@@ -685,6 +691,7 @@ class Transformer:
             lengths=lengths,
             slices=slices,
             context=context,
+            vocabulary_parallel=vocabulary_parallel,
         )
 
     @takes_settings(ParallelSettings, microbatch_size=Parameter.empty)

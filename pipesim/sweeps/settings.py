@@ -29,6 +29,7 @@ from pipesim.models.model_costs import context_sizes
 from pipesim.models.parallel import RECOMPUTE
 from pipesim.models.placed_split import is_word
 from pipesim.models.transformer import Transformer
+from pipesim.named_schedules.vocabulary_parallel import vocabulary_placement
 from pipesim.network.links import HostLink, Nodes
 from pipesim.network.network import Network
 from pipesim.network.sources import KEYS, PRESET_OPTIONS
@@ -109,7 +110,7 @@ MODEL = ("model", *_SIZES)
 #: Arguments of `Transformer.costs` that are of a GPU, of `Costs` or of a schedule.
 _OTHERS = (
     "gpu", "flops_per_second", "network", "launch", "optimizer_step", "placement", "memory_limit",
-    "parallel",
+    "parallel", "vocabulary_parallel",
 )  # fmt: skip
 #: Its other arguments.
 COST_OPTIONS = tuple(
@@ -165,7 +166,9 @@ def transformer_costs(costs: Mapping[str, Any], placement: Placement) -> Costs:
     options = {name: settings[name] for name in COST_OPTIONS if name in settings}
     rates = {name: settings[name] for name in ("gpu", "flops_per_second") if name in settings}
     layers = settings.get("layers_per_stage")
-    if layers is None or is_word(layers):
+    if placement.edges == vocabulary_placement(placement.n_devices).edges != ():
+        layers, options = layers or placement.n_devices, {**options, "vocabulary_parallel": True}
+    elif layers is None or is_word(layers):
         layers, options = layers or placement.n_stages, {**options, "placement": placement}
     links = Network.from_dict(network)
     if "preset" in network and has_gpu_table(settings.get("gpu")):
