@@ -168,10 +168,10 @@ def test_profile_show_and_validate_with_its_costs(
     assert main(["show", str(path)]) == 0
     assert capsys.readouterr().out.splitlines() == out.splitlines()[:-2]
 
-    arguments = ["validate", *options, "--schedules", "1f1b,zb_h1", "--recompute", "never"]
-    for number, file in enumerate((path, path / "costs.json")):
-        name = f"run{number}"
-        assert main([*arguments, "--costs", str(file), "--name", name, "--repeat", "2"]) == 0
+    arguments = ["validate", *options, "--recompute", "never", "--repeat", "2"]
+    for file, name in ((path, "1f1b,zb_h1"), (path / "costs.json", "1f1b")):
+        arguments += ["--schedules", name, "--costs", str(file), "--name", name]
+        assert main(arguments) == 0
         out = capsys.readouterr().out
         assert "by Student's t over 2 repeats" in out
         assert "what the error consists of" in out

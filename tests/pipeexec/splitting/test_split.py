@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ def masked(n: int = 4, length: int = 6) -> dict[str, Any]:
 
 MODELS: dict[str, tuple[Any, Any]] = {
     "language": (Language, masked()),
-    "language without a mask": (Language, words()),
+    "language without a mask": (partial(Language, 2), words()),
     "translation": (Translation, (words(), words(length=3))),
     "residual": (Residual, torch.ones(2, 3, 8, 8).cumsum(3)),
     "writing": (Writing, torch.ones(2, WIDTH)),
