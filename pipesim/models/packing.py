@@ -164,8 +164,11 @@ def pack_documents(
     )
     if n_microbatches is not None:
         numbers = range(n_microbatches, n_microbatches + (n_microbatches in numbers))
-    per_gpu = batch.max_tokens if max_tokens else total / (n_replicas * c * (n_microbatches or 1))
-    batch = batch._replace(seconds=_seconds_of_documents(model, settings, parallel, batch, per_gpu))
+    if numbers:  # else there are too few documents
+        tokens = total / (n_replicas * c * (n_microbatches or 1))
+        per_gpu = batch.max_tokens if max_tokens else tokens
+        seconds = _seconds_of_documents(model, settings, parallel, batch, per_gpu)
+        batch = batch._replace(seconds=seconds)
     for n in numbers:
         replicas = _packed(batch, n_replicas, n)
         if replicas is not None:

@@ -112,6 +112,7 @@ def test_both_replicas_of_a_packing_take_about_as_long() -> None:
         ({}, "max_tokens is missing; give the most tokens of a GPU, or n_microbatches"),
         ({"n_microbatches": 1, "dynamic_context": True}, "max_tokens is missing"),
         ({"n_microbatches": 4}, "3 documents do not fill 4 micro-batches on each of 1 replicas"),
+        ({"n_microbatches": 1, "n_replicas": 10**6}, "do not fill 1 micro-batches on each of 1"),
         ({"n_microbatches": 1, "max_tokens": 200}, "do not fill 1 micro-batches of 200 tokens a"),
         ({"max_tokens": 200, "context_parallel": 2, "dynamic_context": True},
          "no document needs more than 1 of the 2 GPUs of context_parallel; give context_paral"),
