@@ -47,9 +47,8 @@ def descriptions(function: Callable[..., Any]) -> dict[str, str]:
     }
 
 
-def literals(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """Return the texts that the annotation of a parameter lists, such as `Literal` ones."""
-    annotation = str(inspect.signature(function).parameters[name].annotation)
+def literals(function: Callable[..., Any], annotation: str) -> tuple[str, ...]:
+    """Return the texts that an annotation in a function lists, such as `Literal` ones."""
     listed = re.findall(r"'(\w+)'", annotation)
     scope = vars(sys.modules[function.__module__])
     aliases = [scope.get(word) for word in re.findall(r"\w+", annotation)]
@@ -98,7 +97,7 @@ def add_options(
         if annotation == "bool":
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
             continue
-        words = literals(function, name)
+        words = literals(function, annotation)
         metavar = (metavars or {}).get(name) or "|".join(words) or _metavar(name, annotation)
         action = group.add_argument(flag, type=parse, metavar=metavar, **options)
         action.words = words  # type: ignore[attr-defined]

@@ -64,8 +64,8 @@ def test_options_are_those_of_the_function() -> None:
         "of.names": (),
         "of.check": False,
     }
-    assert literals(run, "mode") == ("fast", "exact")
-    assert literals(run, "step") == ("flush", "none")
+    assert literals(run, "Mode | None") == ("fast", "exact")
+    assert literals(run, "Literal['flush', 'none']") == ("flush", "none")
 
 
 def test_short_help_has_a_line_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
