@@ -573,15 +573,3 @@ def test_a_mistake_ends_the_process_with_2() -> None:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_help_loads_little() -> None:
-    """What makes it slow stays out: it answers before it has loaded what only the work needs."""
-    child = process(
-        "import sys; from pipesim.cli import main; main(['simulate', '--help'])\n"
-        "slow = {'pandas', 'matplotlib', 'torch', 'numba'} & set(sys.modules)\n"
-        "assert not slow, slow"
-    )
-    _, err = child.communicate(timeout=60)
-    assert child.returncode == 0, err

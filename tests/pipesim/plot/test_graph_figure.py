@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from case_choice import covering
 from figure_artists import edges
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -158,22 +159,26 @@ def test_arrows_lead_from_node_to_node() -> None:
     assert len(centres) == len(np.unique(centres.round(6), axis=0))
 
 
+#: Arguments of `lowered`.
+GRAPHS: dict[str, dict[str, Any]] = {
+    "recomputes": {"recompute": "always"},
+    "1f1b": {"name": "1f1b"},
+    "skips": {"recompute": "except_last", "skips": [(0, 2)], "portals": False},
+    "compute streams": {"overlap": False, "recompute": "always"},
+    "interleaved": {"name": "interleaved_1f1b", "n": 2, "m": 2},
+    "buckets": {
+        "name": "1f1b", "n": 2, "m": 2, "n_replicas": 2, "grad_sync": "bucketed", "n_buckets": 3,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", ["device", "microbatch"])
-@pytest.mark.parametrize("messages", ["arrows", "labels", "nodes"])
 @pytest.mark.parametrize(
-    "graph",
-    [
-        lowered(recompute="always"),
-        lowered("1f1b", 3, 4),
-        lowered(recompute="except_last", skips=[(0, 2)], portals=False),
-        lowered(overlap=False, recompute="always"),
-        lowered("interleaved_1f1b", 2, 2),
-        lowered("1f1b", 2, 2, n_replicas=2, grad_sync="bucketed", n_buckets=3),
-    ],
-    ids=lambda graph: f"{graph.name}-{len(graph)}",
+    ("name", "messages", "rows"),
+    covering(itertools.product(GRAPHS, ["arrows", "labels", "nodes"], ["device", "microbatch"]), 2),
 )
-def test_nodes_do_not_overlap(graph: ps.TaskGraph, messages: str, rows: str) -> None:
+def test_nodes_do_not_overlap(name: str, messages: str, rows: str) -> None:
+    graph = lowered(**GRAPHS[name])
     ax = drawn(graph, messages=messages, rows=rows)
     cells = boxes(ax)
     left, right, low, high = (column[:, None] for column in cells.T)
@@ -272,9 +277,9 @@ def test_small_nodes_have_a_sign_alone() -> None:
 @pytest.mark.slow
 def test_nodes_without_room_for_texts_are_warned_of() -> None:
     """With the size that has room."""
-    graph = lowered("gpipe", 2, 35)
-    ax = drawn(graph)
-    with pytest.warns(LegibilityWarning, match="142 of 142 nodes .* figure of about") as caught:
+    graph = lowered("gpipe", 2, 18)
+    ax = drawn(graph, plot.ONE_COLUMN)
+    with pytest.warns(LegibilityWarning, match="74 of 74 nodes .* figure of about") as caught:
         FigureCanvasAgg(ax.figure.figure).draw()
     width, height = re.findall(r"([0-9.]+) by ([0-9.]+) inches", str(caught[0].message))[0]
     larger = Figure(figsize=(float(width), float(height)), layout="constrained")

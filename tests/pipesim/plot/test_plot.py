@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -442,12 +440,6 @@ def test_names_cannot_break_out_of_html() -> None:
     graph = timeline.graph.with_name(evil)
     for what in (timeline, schedule, comparison, graph):
         assert "<script>" not in what._repr_html_()
-
-
-@pytest.mark.slow
-def test_importing_plot_loads_no_matplotlib() -> None:
-    code = "import pipesim.plot, sys; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_everything_that_is_named_exists() -> None:

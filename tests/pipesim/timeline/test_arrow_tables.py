@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -272,17 +271,3 @@ def test_a_name_in_capitals(tmp_path: Path) -> None:
     timeline.save(tmp_path / "X.PARQUET")
     assert (tmp_path / "X.PARQUET").read_bytes()[:4] == b"PAR1"
     assert same(timeline, ps.Timeline.load(str(tmp_path / "X.PARQUET")))
-
-
-@pytest.mark.slow
-def test_csv_needs_no_pyarrow(tmp_path: Path) -> None:
-    """Unless pandas itself loads it."""
-    code = f"""
-import sys
-import pipesim as ps
-timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), ps.Costs(1, 2))
-timeline.save({str(tmp_path / "x.csv")!r})
-print("pyarrow.parquet" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

@@ -339,15 +339,3 @@ def test_names() -> None:
     """A kernel is called what its function is called."""
     total = doubled()
     assert (total.__name__, total.__doc__) == ("total", "Twice the sum from ``first`` on.")
-
-
-@pytest.mark.slow
-def test_small_steps_do_not_load_numba() -> None:
-    """Which takes longer than they do."""
-    code = (
-        "import sys, pipesim as ps\n"
-        "graph = ps.lower(ps.schedule('1f1b', 4, 8), n_replicas=2)\n"
-        "ps.simulate(graph, ps.Costs(1, 2)).memory.peak\n"
-        "assert 'numba' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

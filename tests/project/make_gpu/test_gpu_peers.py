@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 from contextlib import nullcontext
-from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -80,31 +77,6 @@ def test_races_of_torchs_runtime_would_be_seen(
     gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
     assert sanitized_steps(monkeypatch, spoil, "zb_h1").races
-
-
-@pytest.mark.slow
-def test_the_table_of_the_ablation_has_gains(gpu_script: ModuleType, tmp_path: Path) -> None:
-    """Over the row above, for each but the first; the figure names them."""
-    assert gpu_script.run_here("gpipe", tmp_path, dry=True) == 0
-    lines = (tmp_path / "gpipe.jsonl").read_text().splitlines()
-    *rows, orders = [json.loads(line) for line in lines]
-    assert (orders["kind"], orders["steps"]) == ("engine-orders", 3)
-    assert 1 <= orders["orders"] <= 3
-    assert [row["row"] for row in rows] == ["none", "+ dependency", "+ streams", "+ portals"]
-    for above, row in pairwise(rows):
-        for kind in ("predicted", "measured"):
-            assert row[f"gain_{kind}"] == pytest.approx(above[kind] / row[kind])
-    figures, drawn = importlib.import_module("on_gpu.figures"), []
-    figures.overlay = lambda comparisons: drawn.extend(comparisons)
-    figures._save = lambda figure, to: None
-    figures.draw_ablation(tmp_path / "gpipe" / "ablation", tmp_path / "ablation")
-    assert drawn[0] == "none"
-    gains = [(row["gain_measured"], row["gain_predicted"]) for row in rows[1:]]
-    names = [row["row"] for row in rows[1:]]
-    assert drawn[1:] == [
-        f"{name}: {measured:.2f}x (predicted {predicted:.2f}x)"
-        for name, (measured, predicted) in zip(names, gains, strict=True)
-    ]
 
 
 def test_intervals_of_ratios(gpu_script: ModuleType) -> None:

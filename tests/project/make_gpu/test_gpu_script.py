@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
-def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> None:
+def test_a_dry_run_runs_every_step(
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its archive holds what a reader wants to see.
 
     `validation-4` is as `validation-2`; `features` and `instrument` have tests of their own.
@@ -37,8 +42,14 @@ def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> No
     for name in ("validation-4", "features", "instrument", *others):
         names.remove(name)
     for name in names:
-        assert gpu_script.run_here(name, ran, dry=True) == 0, (ran / f"{name}.txt").read_text()
+        with monkeypatch.context() as patch:
+            pairs_of_calls = _counted_calibrations(patch)
+            assert gpu_script.run_here(name, ran, dry=True) == 0, (ran / f"{name}.txt").read_text()
+        if name == "memory":  # whose schedules share slices, between which messages are timed once
+            assert len(pairs_of_calls) == len(set(pairs_of_calls)) > 0
         outcomes.Outcome(name, "passed", 1.0, "", is_dry=True).save(ran)
+    assert "1f1b: no GPU whose allocator could be asked" in (ran / "memory.txt").read_text()
+    _check_ablation(ran)
     packing.pack(names, ran, packed)
     assert {file.name for file in packed.iterdir()} == {"gpu.tar.gz", "summary.txt"}
     assert gpu_script.main(["--unpack", str(packed / "gpu.tar.gz"), "--out", str(unpacked)]) == 0
@@ -58,6 +69,42 @@ def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> No
     kinds = {"errors", "gradients", "overlap", "gpipe", "host", "peers", "soak", "data-sheet",
              "noise", "utilization"}  # fmt: skip
     assert kinds <= {file.stem for file in unpacked.glob("*.csv")}
+
+
+def _counted_calibrations(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Return a list that gets the pairs of devices of each calibration of messages."""
+    calibration = importlib.import_module("pipeexec.profiling.calibration")
+    measure, pairs_of_calls = calibration.measure_transfers, []
+
+    def counted(pipeline: Any, pairs: Any, **options: Any) -> Any:
+        pairs_of_calls.append(tuple(pairs))
+        return measure(pipeline, pairs, **options)
+
+    patch.setattr(calibration, "measure_transfers", counted)
+    return pairs_of_calls
+
+
+def _check_ablation(ran: Path) -> None:
+    """Rows of the ablation have gains over the row above; the figure names them."""
+    *rows, orders = map(json.loads, (ran / "gpipe.jsonl").read_text().splitlines())
+    assert (orders["kind"], orders["steps"]) == ("engine-orders", 3)
+    assert 1 <= orders["orders"] <= 3
+    assert [row["row"] for row in rows] == ["none", "+ dependency", "+ streams", "+ portals"]
+    for above, row in pairwise(rows):
+        for kind in ("predicted", "measured"):
+            assert row[f"gain_{kind}"] == pytest.approx(above[kind] / row[kind])
+    figures, drawn = part("figures"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "overlay", lambda comparisons: drawn.extend(comparisons))
+        patch.setattr(figures, "_save", lambda figure, to: None)
+        figures.draw_ablation(ran / "gpipe" / "ablation", ran / "ablation")
+    assert drawn == [
+        "none",
+        *(
+            f"{row['row']}: {row['gain_measured']:.2f}x (predicted {row['gain_predicted']:.2f}x)"
+            for row in rows[1:]
+        ),
+    ]
 
 
 def test_a_step_that_raises_says_where(gpu_script: ModuleType, tmp_path: Path) -> None:

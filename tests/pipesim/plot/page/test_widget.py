@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -220,16 +219,6 @@ def test_without_anywidget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pipesim.plot.widget.timeline_widget")
     with pytest.raises(ArgumentError, match=r"pip install 'pipesim\[widget\]'"):
         widget(TIMELINE)
-
-
-@pytest.mark.slow
-def test_anywidget_is_loaded_on_demand() -> None:
-    code = (
-        "import sys, pipesim.plot.widget.make_widget;"
-        "print([name for name in ('anywidget', 'ipywidgets') if name in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
 
 
 def test_latest_value() -> None:
