@@ -42,6 +42,7 @@ def balanced_slices(
     flops_per_second: float | None,
     partition: LayerPartition | None,
     network: Network | None,
+    last_logits: bool,
 ) -> list[int]:
     """Return the tokens of each slice; see `Transformer.balanced_slices`."""
     if (n_slices is None) == (first is None):
@@ -49,7 +50,12 @@ def balanced_slices(
             f"got n_slices={n_slices} and first={first}; give one: the number of slices, or the "
             "tokens of the first"
         )
-    shard = with_layout(shard, layers_per_stage)
+    if backward and last_logits:
+        raise ArgumentError(
+            "backward=True balances slices of a training step, and last_logits=True are costs of a "
+            "server, which has no backward; leave one of both out"
+        )
+    shard = replace(with_layout(shard, layers_per_stage), last_logits=last_logits)
     rates = None if gpu is None else as_gpu(gpu)
     whole = stage_seconds(shard, rates, flops_per_second, network)
     sizes = stage_sizes(

@@ -463,12 +463,15 @@ def head_kernels(shard: Shard) -> OperationKernels:
     The cross-entropy is that of Megatron-LM over a split vocabulary: a cast, the largest logit, its
     subtraction, exponentials, their sum, and the probabilities that the backward keeps. A fused
     loss reads the logits for the sums of exponentials, and again to replace them by their gradient,
-    which the backward multiplies by that of the loss.
+    which the backward multiplies by that of the loss. With ``last_logits`` there is no loss.
     """
     sizes, model, t = KernelSizes(shard), shard.model, shard.tensor_parallel
     h, v, e = model.hidden_size, model.vocabulary_size / t, model.bytes_per_activation
     logits = v * sizes.tokens
     norm = Kernel("norm", nbytes=2 * e * h * sizes.share)
+    product = sizes.product("logits", shard.logit_tokens, v, h)
+    if shard.last_logits:
+        return OperationKernels((norm, *product), (), ())
     cast = Kernel("cast of logits", nbytes=(e + FP32_BYTES) * logits)
     # Reads and writes: largest 1, subtraction 2, exponentials 2, sum 1, probabilities 2.
     loss = Kernel("cross-entropy", nbytes=8 * FP32_BYTES * logits, n_kernels=5)
@@ -480,7 +483,7 @@ def head_kernels(shard: Shard) -> OperationKernels:
         losses = (fused,)
         losses_back = (fused._replace(nbytes=2 * e * logits, n_kernels=1),)
     return OperationKernels(
-        (norm, *sizes.product("logits", sizes.tokens, v, h), *losses),
+        (norm, *product, *losses),
         (
             *losses_back, *sizes.product("logits input", sizes.tokens, h, v),
             norm._replace(nbytes=3 * e * h * sizes.share),

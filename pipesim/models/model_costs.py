@@ -111,6 +111,7 @@ def model_costs(
     network: Network | None,
     lengths: Lengths | None = None,
     slices: Slices = 1,
+    last_logits: bool = False,
     context: Sequence[tuple[int, ...]] = (),
     vocabulary_parallel: bool = False,
 ) -> Costs:
@@ -128,6 +129,13 @@ def model_costs(
         )  # fmt: skip
     if isinstance(layers_per_stage, str) and not is_word(layers_per_stage):
         shard = with_layout(shard, layers_per_stage)
+    if check_flag("last_logits", last_logits):
+        if vocabulary_parallel:
+            raise ArgumentError(
+                "vocabulary_parallel divides the LM head and the loss of a training, and "
+                "last_logits=True are costs of a server without a loss; leave one of both out"
+            )
+        shard = replace(shard, last_logits=True)
     shards = microbatch_shards(shard, lengths, slices, context)
     n_wholes = len(context) if lengths is None else len(lengths)
 
@@ -163,6 +171,8 @@ def model_costs(
         settings["optimizer_step"] = costs.optimizer_step
     if vocabulary_parallel:
         settings["vocabulary_parallel"] = True
+    if last_logits:
+        settings["last_logits"] = True
     if shards:
         costs = costs_of_shards(costs, shards, stages_of)
         settings |= {

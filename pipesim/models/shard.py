@@ -69,6 +69,9 @@ class Shard(Parallel):
         Groups of ``tensor_parallel * context_parallel`` GPUs in a device, each of which computes
         sequences of its own at the same time. `Parallel` has one; more are those of a micro-batch
         with a smaller ``context_parallel`` than others.
+    last_logits
+        Whether the LM head computes the logits of the last token of each sequence or document
+        alone, and no loss: forwards of a server. Costs of backwards are then without the head.
     modules
         Layers of multi-token prediction and losses of each stage, and the hidden states that it
         sends; empty (the default) if the last stage has all of them. Layouts of Megatron give them.
@@ -87,6 +90,7 @@ class Shard(Parallel):
     documents: tuple[int, ...] = field(default=(), kw_only=True)
     prefix: OptionalSize = field(default=0, kw_only=True)
     context_groups: Size = field(default=1, kw_only=True)
+    last_logits: bool = field(default=False, kw_only=True)
     modules: tuple[StageModules, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -140,6 +144,12 @@ class Shard(Parallel):
     def causal_share(self) -> float:
         """See `Parallel`; 1 without a causal mask."""
         return 1.0 if self.model.bidirectional else super().causal_share
+
+    @property
+    def logit_tokens(self) -> int:
+        """Tokens of a micro-batch whose logits one GPU computes: all, or one a sequence."""
+        last = len(self.documents) or self.microbatch_size
+        return last if self.last_logits else self.tokens
 
     @property
     def operand_bytes(self) -> float:

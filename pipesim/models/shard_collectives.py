@@ -222,7 +222,10 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
         return GroupCollectives()
     model, tokens = shard.model, shard.tokens
     nbytes = tokens * model.hidden_size * model.bytes_per_activation
-    loss = Collective(FP32_BYTES * tokens, n_collectives=3)
+    loss, trains = Collective(FP32_BYTES * tokens, n_collectives=3), not shard.last_logits
+    if not trains:  # all logits are gathered, of which a token is drawn
+        nbytes_of_logits = model.bytes_per_activation * shard.logit_tokens * model.vocabulary_size
+        loss = Collective(nbytes_of_logits, is_half=True)
     full, of_mlp = shard.recompute == "full", recomputes(shard, "mlp")
     of_second = recomputes(shard, "second_products")
     of_half = of_mlp or of_second  # of the two halves of a layer
@@ -234,7 +237,7 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
         return GroupCollectives(
             PartCollectives((two,), (back,), (), (two,) if full else (one,) * of_half),
             PartCollectives((one,)),
-            PartCollectives((loss,), (one,)),
+            PartCollectives((loss,), (one,) * trains),
             PartCollectives((one, out[0]), (out[1],)),
             *_whole_expert_collectives(shard, one),
         )
@@ -253,7 +256,7 @@ def _tensor_collectives(shard: Shard) -> GroupCollectives:
     return GroupCollectives(
         layer,
         PartCollectives((half,), (half,)),
-        PartCollectives((half, loss), (half,), (half,)),
+        PartCollectives((half, loss), (half,) * trains, (half,) * trains),
         PartCollectives((half, wide, half), (half, wide, half), (wide,)),
         *_expert_collectives(shard, half),
     )

@@ -107,8 +107,8 @@ def shard_tensors(shard: Shard) -> Tensors:
         scores=e * tokens * model.sequence_length * shard.attended_columns * model.n_heads / t,
         rows=FP32_BYTES * tokens * model.n_heads / t,
         inner=e * tokens * model.ffn_size / t,
-        logits=e * tokens * model.vocabulary_size / t,
-        softmax=FP32_BYTES * tokens * model.vocabulary_size / t,
+        logits=e * shard.logit_tokens * model.vocabulary_size / t,
+        softmax=FP32_BYTES * tokens * model.vocabulary_size / t * (not shard.last_logits),
         mask=MASK_BYTES * tokens * model.hidden_size * model.dropout / share,
         operand=shard.operand_bytes / e if e else 1.0,
     )

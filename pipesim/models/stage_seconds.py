@@ -24,7 +24,7 @@ from pipesim.models.layer_kernels import (
     mtp_kernels,
     shared_kernels,
 )
-from pipesim.models.model_sizes import checked_value, end_flops, expert_matrix, mtp_flops
+from pipesim.models.model_sizes import checked_value, expert_matrix, mtp_flops
 from pipesim.models.precision import FORMATS
 from pipesim.models.shard_collectives import (
     AnyCollective,
@@ -72,7 +72,8 @@ class RateSeconds:
         """See `StageSeconds`; the embedding takes 0."""
         model = self.shard.model
         layer = mean_layer(model, self._both(experts=False), self._both(experts=True))
-        last: float = 3 * end_flops(model, self.shard.microbatch_size)
+        mtp = mtp_flops(model, self.shard.microbatch_size)
+        last = 3 * (self._head_flops + model.mtp_layers * (self._head_flops + mtp))
         last += model.mtp_layers * self._both(experts=model.n_expert_layers > 0)
         return layer / self._rate, 0.0, last / self._rate
 
@@ -85,8 +86,7 @@ class RateSeconds:
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """See `StageSeconds`."""
         model, rate = self.shard.model, self._rate
-        b = self.shard.microbatch_size
-        head, mtp = model.head_flops(b) / rate, mtp_flops(model, b) / rate
+        head, mtp = self._head_flops / rate, mtp_flops(model, self.shard.microbatch_size) / rate
 
         def stage_values(cores: int, linears: int, ends: int, again: bool) -> tuple[float, ...]:
             dense, expert = (
@@ -106,6 +106,14 @@ class RateSeconds:
             "recompute": forward,
             **expert_fields(self.shard, sizes, None),
         }
+
+    @property
+    def _head_flops(self) -> float:
+        """FLOPs of one LM head, forward."""
+        shard, model = self.shard, self.shard.model
+        if shard.last_logits:
+            return shard.logit_tokens * model.head_flops() / model.sequence_length
+        return model.head_flops(shard.microbatch_size)
 
     def _both(self, *, experts: bool) -> float:
         """Return the FLOPs of F and B of a layer, which its busiest GPU computes."""

@@ -551,6 +551,7 @@ class Transformer:
         parallel: Parallel | Mapping[str, Any] | None = None,
         lengths: Lengths | None = None,
         slices: Slices = 1,
+        last_logits: bool = False,
         partition: LayerPartition | None = None,
         placement: Placement | Schedule | TaskGraph | None = None,
         memory_limit: Bytes | Sequence[Bytes] | None = None,
@@ -598,6 +599,11 @@ class Transformer:
             tokens of each, or with ``lengths`` such a list for each micro-batch. Attention of a
             later slice has more keys. Gradients of the keys and values of earlier slices are not
             counted as memory.
+        last_logits
+            Whether the LM head computes the logits of the last token of each sequence, document or
+            slice alone, and no loss, as vLLM (``logits_indices``) and SGLang
+            (``LogitsProcessor``) do. Such costs are for graphs with ``forward_only=True``.
+            Otherwise it computes those of all tokens and the loss, as training and evaluation do.
         partition
             How layers are divided among a number of stages. ``"even"`` (the default here without
             ``placement``): each stage has as many. ``"balanced"`` (the default of
@@ -690,6 +696,7 @@ class Transformer:
             network=network,
             lengths=lengths,
             slices=slices,
+            last_logits=last_logits,
             context=context,
             vocabulary_parallel=vocabulary_parallel,
         )
@@ -708,6 +715,7 @@ class Transformer:
         parallel: Parallel | Mapping[str, Any] | None = None,
         partition: LayerPartition | None = None,
         network: Network | None = None,
+        last_logits: bool = False,
         **settings: Unpack[ParallelSettings],
     ) -> list[int]:
         """Return the tokens of slices of a sequence that take equal seconds: ``slices`` of `costs`.
@@ -731,7 +739,7 @@ class Transformer:
             a key-value cache; 1 by default.
         backward
             Whether to balance the seconds of F and B, of a training step, instead of those of F.
-        gpu, flops_per_second, parallel, partition, network, **settings
+        gpu, flops_per_second, parallel, partition, network, last_logits, **settings
             As for `costs`.
 
         Returns
@@ -766,6 +774,7 @@ class Transformer:
             flops_per_second=flops_per_second,
             partition=partition,
             network=network,
+            last_logits=last_logits,
         )
 
     if TYPE_CHECKING:  # registered by the room

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pipesim as ps
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, CostsError
 from pipesim.models.layer_kernels import KernelSizes
 from pipesim.models.shard_sizes import Matrix
 
@@ -97,9 +97,43 @@ def test_mistakes_say_what_to_give() -> None:
         ({"n_slices": 9, "multiple": 8192}, "give fewer slices"),
         ({"first": 100, "multiple": 64}, "multiple=64 does not divide first=100"),
         ({"n_slices": 2, "multiple": 3, "context_parallel": 2}, "in multiples of 3 tokens"),
+        ({"n_slices": 2, "backward": True, "last_logits": True}, "leave one of both out"),
     ):
         with pytest.raises(ArgumentError, match=text):
             MODEL.balanced_slices(STAGES, **{**RATE, **arguments})
+
+
+def test_a_server_computes_the_logits_of_last_tokens_alone() -> None:
+    """By FLOPs, all but those of one token a slice are spared; a training refuses such costs."""
+    slices, served = [49152, 16384], {**RATE, "microbatch_size": 2, "slices": [49152, 16384]}
+    head = MODEL.head_flops(2) / RATE["flops_per_second"] / MODEL.sequence_length  # of a token
+    whole, last = (MODEL.costs(STAGES, last_logits=x, **served) for x in (False, True))
+    spared = np.array(whole.forward) - np.array(last.forward)
+    expected = np.zeros((4, 2))
+    expected[3] = head * (np.array(slices) - 1)
+    assert spared == pytest.approx(expected, abs=1e-12)
+    assert ps.Costs.from_dict(last.to_dict()).rebuilt() == last
+    packed = {**RATE, "lengths": [[512, 1024, 512]]}  # three prompts
+    whole, own = (MODEL.costs(STAGES, last_logits=x, **packed).forward[3] for x in (False, True))
+    assert whole - own == pytest.approx(head / 2 * (2048 - 3))
+    graph = ps.lower(ps.schedule("seq1f1b", 4, 2, n_slices=2))
+    with pytest.raises(CostsError, match="graph trains; give forward_only=True"):
+        ps.simulate(graph, last)
+    with pytest.raises(ArgumentError, match="leave one of both out"):
+        MODEL.costs(STAGES, last_logits=True, vocabulary_parallel=True, **RATE)
+
+
+def test_logits_of_last_tokens_need_no_loss_and_no_memory_of_others() -> None:
+    """A slice of one token has them all the same; GPUs that share the vocabulary gather them."""
+    own: dict[str, Any] = {**GPU, "tensor_parallel": 2, "slices": [65535, 1]}
+    own["network"] = ps.Network.preset("dgx_h100", gpus_per_device=2)
+    whole, last = (MODEL.costs([32], last_logits=x, **own) for x in (False, True))
+    assert last.forward[0][1] < whole.forward[0][1] < 1.02 * last.forward[0][1]
+    product = MODEL.head_flops() / 2 / ps.GPU.preset("h100_sxm").peak
+    assert whole.forward[0][0] - last.forward[0][0] > product
+    logits = 2 * 65534 * MODEL.vocabulary_size / 2
+    spared = np.subtract(whole.forward_workspace_bytes, last.forward_workspace_bytes)[0]
+    assert spared[0] == pytest.approx(logits)
 
 
 def test_a_decode_step_reads_weights_and_keys_at_the_bandwidth() -> None:
