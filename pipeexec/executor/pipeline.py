@@ -231,7 +231,13 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph, of_stages=of_stages)
             if processes is not None:
                 processes.agree("the stages of stage_losses", sorted(of_stages))
-            self._ordered = None if facts is None else facts.ordered
+            if facts is not None and facts.edges != graph.edges:
+                raise ArgumentError(
+                    f"the graph has stages with the edges {list(graph.edges)}, those of "
+                    f"pipeexec.split have {list(facts.edges)}; lower a schedule of "
+                    "Placement(..., edges=stages.edges), or split with chain=True for a chain"
+                )
+            self._ordered = None if facts is None else facts.inputs
             self._model = PlacedModel(
                 listed,
                 graph,
@@ -501,7 +507,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
             return runner.step(self._checked(inputs), targets)
 
     def _checked(self, inputs: Any) -> Any:
-        """Return inputs whose tensors are in the order in which the first stage takes them."""
+        """Return inputs in the order in which the first stages take them."""
         if inputs is None or self._ordered is None:
             return inputs
         if isinstance(inputs, Microbatches):

@@ -18,17 +18,22 @@ from pipeexec.splitting.data_flow import DataFlow, Mode, Source, Sources
 from pipeexec.splitting.model_state import same_python_draws
 from pipeexec.splitting.stand_in import run_without_data
 from pipesim.errors import ArgumentError, ExecutionError
+from pipesim.scheduling.placement import Edges, checked_edges, entry_stages, stage_pairs
 
 
 class Border(NamedTuple):
     """Values that pass from one stage to the next: origins of the tensors, in order.
 
-    Of the model's inputs with the numbers in ``shapes``, the shape alone passes: as tensors of
-    these shapes and a last dimension of 0.
+    Of the model's inputs with the numbers in ``shapes``, the shape alone passes; see `shape_alone`.
     """
 
     whole: tuple[Source, ...]
     shapes: tuple[int, ...] = ()
+
+
+def shape_alone(tensor: Tensor) -> Tensor:
+    """Return a tensor without data that tells a shape: this shape, and a last dimension of 0."""
+    return tensor.new_empty((*tensor.shape, 0))
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -288,14 +293,81 @@ def _check_state(flow: DataFlow, calls: Sequence[range], all_needs: Sequence[Sou
             )
 
 
-def borders(flow: DataFlow, calls: Sequence[range], n_inputs: int) -> list[Border]:
-    """Return the values that each stage receives; the first one all inputs."""
-    result = [Border(tuple(Source("input", k) for k in range(n_inputs)))]
-    all_needs = _needs(flow, calls)
-    for stage, own in enumerate(calls[1:], start=1):
-        needs = sorted(frozenset().union(*all_needs[stage:]))
-        values = (x for x in needs if _is_earlier(x, own))
-        inputs = [x for x in needs if x.kind == "input"]
-        shapes = (k for k in range(n_inputs) if Source("input", k) not in inputs)
-        result.append(Border((*values, *inputs), tuple(shapes)))
-    return result
+class Route(NamedTuple):
+    """Values that a stage receives, in order, and those that it sends; None for the last stage.
+
+    It receives those of each stage with an edge to it, or, without one, inputs of the model.
+    """
+
+    receives: tuple[Border, ...]
+    sends: Border | None
+
+
+def stage_edges(flow: DataFlow, calls: Sequence[range]) -> Edges:
+    """Return the edges between stages: from each to those that need a value of it.
+
+    An edge is left out beside a way over other stages, which pass the value on. A stage that no
+    other one needs gets an edge to the last. Empty for a chain.
+    """
+    all_needs, n = _needs(flow, calls), len(calls)
+    before: list[set[int]] = []  # stages from which there is a way to each stage
+    edges: list[tuple[int, int]] = []
+    for stage, needs in enumerate(all_needs):
+        numbers = {x.number for x in needs if _is_earlier(x, calls[stage])}
+        sources = {k for k in range(stage) if numbers.intersection(calls[k])}
+        if stage == n - 1:
+            sources |= set(range(stage)).difference(source for source, _ in edges)
+        passed = set[int]().union(*(before[k] for k in sources))
+        edges += [(source, stage) for source in sorted(sources - passed)]
+        before.append(sources | passed)
+    return checked_edges(edges or None, n)
+
+
+def routes(flow: DataFlow, calls: Sequence[range], n_inputs: int, edges: Edges) -> list[Route]:
+    """Return the values that each stage receives and sends; a first stage alone takes all inputs.
+
+    A value goes over the first stages before a stage that have it.
+    """
+    n, all_needs = len(calls), _needs(flow, calls)
+    before: list[list[int]] = [[] for _ in calls]
+    for source, target in stage_pairs(edges, n).tolist():
+        before[target].append(source)
+    ancestors: list[set[int]] = []  # each stage, and those from which there is a way to it
+    for stage, sources in enumerate(before):
+        ancestors.append({stage}.union(*(ancestors[k] for k in sources)))
+    sent: list[set[Source]] = [set() for _ in calls]  # values that stages after each one need
+    received: list[set[Source]] = [set() for _ in calls]
+    for stage in reversed(range(n)):
+        own = calls[stage]
+        needs = all_needs[stage] | sent[stage]
+        received[stage] = {x for x in needs if x.kind == "input" or _is_earlier(x, own)}
+        for value in received[stage] if before[stage] else ():
+            origins = [k for k, x in enumerate(calls) if value.kind == "input" or value.number in x]
+            sent[next(k for k in before[stage] if ancestors[k].intersection(origins))].add(value)
+    entry = [Source("input", k) for k in range(n_inputs)]
+    if len(entry_stages(edges, n)) == 1:
+        received[0].update(entry)
+    shapes: list[set[int]] = [set() for _ in calls]  # numbers of inputs
+    for stage, sources in enumerate(before):
+        for source in sources[:1]:
+            shapes[source] |= {k for k, x in enumerate(entry) if x not in received[stage]}
+        if not sent[stage]:  # a message has a tensor
+            shapes[stage].add(0)
+    sends = [
+        Border(
+            tuple(sorted(values, key=lambda x: (x.kind == "input", x))),
+            tuple(x for x in sorted(shapes[k]) if entry[x] not in values),
+        )
+        for k, values in enumerate(sent)
+    ]
+    inputs = [
+        tuple(Border((x,)) if x in received[k] else Border((), (x.number,)) for x in entry)
+        for k in range(n)
+    ]
+    return [
+        Route(
+            tuple(sends[k] for k in sources) or inputs[stage],
+            sends[stage] if stage < n - 1 else None,
+        )
+        for stage, sources in enumerate(before)
+    ]

@@ -11,7 +11,7 @@ numbers, shapes or indices, and those of whose shape nothing is known without th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from types import MappingProxyType
@@ -145,7 +145,7 @@ class DataFlow(NamedTuple):
     """Data flow of one forward."""
 
     calls: tuple[Call, ...]
-    output: Sources
+    output: Sources  # of the output, and of tensors that the model keeps as attributes
     reads: tuple[Read, ...] = ()
     written: Sources = _NONE  # values to whose memory the forward writes after they were returned
     aliases: tuple[Aliases, ...] = ()
@@ -366,6 +366,13 @@ class _Follow(TorchDispatchMode):
             if module.training != training:
                 self.transient.add((name, "training"))
 
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the tensors that modules around calls keep as attributes since the forward."""
+        for module, before in self._around.values():
+            for key, signature in _signatures(module).items():
+                if before.get(key) != signature:
+                    yield from tensors_in(module.__dict__[key])
+
     def check_modes(self) -> None:
         """Raise if the forward leaves a module in another mode than it had."""
         for name, (module, training) in self._training.items():
@@ -566,7 +573,7 @@ def follow(
     finally:
         for handle in handles:
             handle.remove()
-    needs = mode.sources_of(tensors_in(output))
+    needs = mode.sources_of((*tensors_in(output), *mode.kept()))
     flow = DataFlow(
         tuple(mode.calls),
         needs,

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from pipeexec.data_parallel.compiled_modules import check_not_compiled
 from pipeexec.nesting import call_arguments, leaves, tensors_in
-from pipeexec.splitting.borders import Skeleton, borders, outer_parameters, state_owners
+from pipeexec.splitting.borders import (
+    Route,
+    Skeleton,
+    outer_parameters,
+    routes,
+    stage_edges,
+    state_owners,
+)
 from pipeexec.splitting.cuts import Balance, Balancing, Cuts, first_calls
 from pipeexec.splitting.data_flow import Mode
 from pipeexec.splitting.deferred_init import DeferredModel, deferred, give_values
@@ -38,11 +45,13 @@ from pipesim.errors import (
     ArgumentTypeError,
     ExecutionError,
     check_count,
+    check_flag,
     check_list,
     check_name,
     check_type,
     number,
 )
+from pipesim.scheduling.placement import Edges
 from pipesim.timeline.memory_limit import memory_limit_bytes
 
 
@@ -112,6 +121,7 @@ def split(
     optimizer_bytes: float = 2.0,
     only: Sequence[int] | None = None,
     way: Way = "modules",
+    chain: bool = True,
     check: bool = True,
 ) -> Stages:
     """Cut a model into stages.
@@ -123,7 +133,7 @@ def split(
     Each stage runs the model's own forward. In it, modules of other stages are replaced by
     stand-ins, which return the values that the stage receives. So masks, positions and other
     arguments reach the stages that need them, and values that skip stages pass through the stages
-    between.
+    between, if these are a chain.
 
     A model without such a list is cut between the modules of Hugging Face's ``base_model_pp_plan``,
     between calls of one module, or between its largest modules. If it calls fewer than two modules,
@@ -171,6 +181,11 @@ def split(
           none of the model's code. It takes some models that the first way refuses, such as those
           that draw random numbers between their blocks. It has the present mode of the model, and
           the shapes of the sample but for the number of samples.
+    chain
+        Whether each stage takes the output of the one before. With False, stages may be a graph:
+        ``Stages.edges`` lead from each stage to those that need its values, for
+        ``Placement(..., edges=stages.edges)``. So a vision tower is beside the embedding of words,
+        if stages begin with its first module and with the first layer of the language model.
     check
         Whether to compare the stages with the model for the sample, in training and in evaluation
         mode: outputs, loss, gradients and buffers. It takes some six forwards and backwards of the
@@ -229,10 +244,11 @@ def split(
         )
     is_whole = isinstance(stages, Integral) and stages == 1
     has_all = check_type("check", check, bool) and source is None and only is None
+    check_flag("chain", chain)
     check_name("way", way, get_args(Way))
     refusals = partial(_graph_advice, None if way == "graph" or not has_all else partial(
         split, model, stages, sample=sample, balance=balance, memory_limit=memory_limit,
-        optimizer_bytes=optimizer_bytes, way="graph",
+        optimizer_bytes=optimizer_bytes, way="graph", chain=chain,
     ))  # fmt: skip
     with refusals():
         if way == "graph" and not is_whole:
@@ -252,7 +268,8 @@ def split(
     with refusals():
         forward = forward.for_stages(calls)
         chosen = _checked_stages(only, len(calls))
-        result, refused = _stages(model, forward, calls, chosen, source, sample)
+        edges = () if chain else stage_edges(forward.flow, calls)
+        result, refused = _stages(model, forward, calls, edges, chosen, source, sample)
         if check and source is None and None not in result and len(result) > 1:
             result._check_all_modes(refused, must_compare=way == "graph")
     return result
@@ -281,6 +298,7 @@ def _stages(
     model: nn.Module,
     forward: SampleForward,
     calls: Sequence[range],
+    edges: Edges,
     chosen: set[int],
     source: DeferredModel | None,
     sample: Any,
@@ -300,10 +318,11 @@ def _stages(
     unused = {name for name, p in body.named_parameters() if id(p) not in used}
     outer[0] |= unused.difference(*outer)  # the first stage keeps them for checkpoints
     shared = shared_parameters(body, flow, calls, outer)
-    parts = _make_stages(skeleton, forward, calls, outer, shared, chosen, source)
+    values = routes(flow, calls, skeleton.n_inputs, edges)
+    parts = _make_stages(skeleton, forward, calls, values, outer, shared, chosen, source)
     tied, ordered = tuple(tied_groups(shared)), partial(ordered_batch, model, arguments)
     draws = tuple(place for x, place in flow.places.items() if x.kind == "random")
-    facts = SplitFacts(len(parts), ordered, tied, draws)
+    facts = SplitFacts(values, edges, ordered, tied, draws)
     for index, stage in enumerate(parts):
         if stage is not None:
             stage.number, stage.facts = index, facts
@@ -390,19 +409,19 @@ def _make_stages(
     skeleton: Skeleton,
     forward: SampleForward,
     calls: Sequence[range],
+    values: Sequence[Route],
     outer: Sequence[frozenset[str]],
     shared: list[Shared],
     chosen: set[int],
     source: DeferredModel | None,
 ) -> list[SplitStage | None]:
     """Return the chosen stages, with their parameters."""
-    flow, owners = forward.flow, state_owners(forward.flow, calls)
+    owners = state_owners(forward.flow, calls)
     stateful = frozenset().union(*forward.stateful.values())
-    received: list[Any] = [*borders(flow, calls, skeleton.n_inputs), None]
     copied = [copies(shared, k) if k in chosen else {} for k in range(len(calls))]
     parts = [
         SplitStage(
-            skeleton, own, received[k], received[k + 1], outer[k], copied[k],
+            skeleton, own, values[k], outer[k], copied[k],
             {name: owner == k for name, owner in owners.items()}, stateful, forward.once,
         )
         if k in chosen

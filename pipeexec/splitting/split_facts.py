@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.compiled_modules import WRAPPED, unwrapped
-from pipeexec.nesting import call_arguments, own_tensors, tensors_in
+from pipeexec.nesting import call_arguments, own_tensors, tensors_in, with_tensors
+from pipeexec.splitting.borders import Route, shape_alone
 from pipeexec.splitting.data_flow import DataFlow
 from pipeexec.splitting.model_state import unchanged
 from pipeexec.splitting.operations import line_of_error
 from pipeexec.splitting.split_stage import SplitStage
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
+from pipesim.scheduling.placement import Edges, entry_stages, stage_pairs
 
 #: Copies of one parameter: stage, and name of the parameter in the stage's module.
 TiedGroup = tuple[tuple[int, str], ...]
@@ -261,20 +263,50 @@ class SplitFacts:
     """Facts about a split that all its stages share.
 
     ``ordered`` returns a batch whose tensors are in the order in which the first stage takes them.
-    ``draws`` are lines of the forward that draw random numbers outside of modules.
+    ``draws`` are lines of the forward that draw random numbers outside of modules. ``edges`` are
+    those between stages, empty for a chain.
     """
 
     def __init__(
         self,
-        n_stages: int,
+        routes: Sequence[Route],
+        edges: Edges,
         ordered: Callable[[Any], Any],
         tied: tuple[TiedGroup, ...],
         draws: tuple[str, ...] = (),
     ) -> None:
-        self.n_stages, self.ordered, self.tied, self.draws = n_stages, ordered, tied, draws
+        self.n_stages, self.ordered, self.tied, self.draws = len(routes), ordered, tied, draws
+        self.edges = edges
+        #: Numbers of the inputs of the model that each first stage needs; of others, the shapes.
+        self._inputs = {
+            stage: {k for k, border in enumerate(routes[stage].receives) if border.whole}
+            for stage in entry_stages(edges, len(routes))
+        }
 
     def __deepcopy__(self, _: dict[int, Any]) -> SplitFacts:
         return self  # copies of stages do not copy the model
+
+    def inputs(self, batch: Any) -> Any:
+        """Return a batch as a `Pipeline` takes it: by stage, if several have none before them.
+
+        A stage that needs the shape of a tensor alone gets one without data.
+        """
+        ordered = self.ordered(batch)
+        if len(self._inputs) == 1:
+            return ordered
+        rows = list(enumerate(tensors_in(ordered)))
+        return {
+            stage: with_tensors(ordered, [x if k in own else shape_alone(x) for k, x in rows])
+            for stage, own in self._inputs.items()
+        }
+
+    def stage_inputs(self, stage: int, batch: Any, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return the tensors that a stage takes, from outputs of the stages before it."""
+        pairs = stage_pairs(self.edges, self.n_stages).tolist()
+        if stage in self._inputs:
+            inputs = self.inputs(batch)
+            return tensors_in(inputs if len(self._inputs) == 1 else inputs[stage])
+        return tensors_in([outputs[a] for a, b in pairs if b == stage])
 
     def compared(
         self,
@@ -301,10 +333,10 @@ class SplitFacts:
 
     def run(self, stages: Sequence[SplitStage], batch: Any) -> Any:
         """Return the output of all stages, one after the other."""
-        values: Any = tensors_in(self.ordered(batch))
-        for stage in stages:
-            values = stage(*values)
-        return values
+        outputs: list[Any] = []
+        for number, stage in enumerate(stages):
+            outputs.append(stage(*self.stage_inputs(number, batch, outputs)))
+        return outputs[-1]
 
     def check(self, stages: Sequence[SplitStage], batch: Any, *, training: bool) -> float:
         """Return the largest difference of all stages to the model in a mode, if it is rounding."""
@@ -332,6 +364,12 @@ def split_facts(stages: Sequence[nn.Module | None]) -> SplitFacts | None:
     parts = {k: unwrapped(x) for k, x in enumerate(stages) if isinstance(x, nn.Module)}
     split = [(k, x, x.facts) for k, x in parts.items() if isinstance(x, SplitStage) and x.facts]
     if not split or len(split) < len(parts):
+        for index, _, facts in split:
+            if facts.edges:
+                raise ArgumentError(
+                    f"stage {index} is one of pipeexec.split(..., chain=False), and other modules "
+                    "are beside it; give all stages of the split alone, or split with chain=True"
+                )
         return None
     first = split[0][2]
     for index, stage, facts in split:

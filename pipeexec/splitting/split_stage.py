@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.nesting import Arguments, tensors_in, with_tensors
-from pipeexec.splitting.borders import Border, Skeleton
+from pipeexec.splitting.borders import Route, Skeleton, shape_alone
 from pipeexec.splitting.data_flow import Mode, Source
 from pipeexec.splitting.exported_model import ExportedModel
 from pipeexec.splitting.model_state import CONTAINERS, attributes, refill
@@ -136,9 +136,9 @@ class SplitStage(nn.Module):
     ----------
     own
         Numbers of the calls of this stage.
-    receives, sends
-        Borders before and after the stage; ``sends`` is None for the last one, which returns the
-        model's output.
+    route
+        Values that the stage receives and sends. The last one sends none: it returns the model's
+        output.
     parameters
         Parameters that this stage needs outside of calls.
     copies
@@ -155,8 +155,7 @@ class SplitStage(nn.Module):
         self,
         skeleton: Skeleton,
         own: range,
-        receives: Border,
-        sends: Border | None,
+        route: Route,
         parameters: frozenset[str],
         copies: Mapping[int, nn.Parameter],
         changed: Mapping[str, bool],
@@ -169,8 +168,8 @@ class SplitStage(nn.Module):
         self.compile_options: dict[str, Any] | None = None  # None if `compile` was not called
         self.training = skeleton.model.training
         self._skeleton, self._own = skeleton, own
-        self._receives, self._sends = receives, sends
-        self._kept = frozenset(() if sends is None else sends.whole)
+        self._receives, self._sends = route
+        self._kept = frozenset(() if self._sends is None else self._sends.whole)
         self._written, self._stateful = skeleton.flow.written, stateful
         self._n_calls, self._is_foreign = 0, False
         self._values: dict[Source, _Value] = {}
@@ -192,7 +191,7 @@ class SplitStage(nn.Module):
             if name in modules:
                 self._transient.append((modules[name], key))
         for name, key in sorted(once):
-            if sends is None:
+            if self._sends is None:
                 self._origins.modules[name] = skeleton.model.get_submodule(name)
             self._once.append((modules[name], name, key))
 
@@ -228,7 +227,7 @@ class SplitStage(nn.Module):
         return model.original_name(name) if isinstance(model, ExportedModel) else name
 
     def forward(self, *values: Tensor) -> Any:
-        """Return the values that the next stage receives; of the last stage, the model's output."""
+        """Return the values that later stages receive; of the last stage, the model's output."""
         mode = Mode(self.training, torch.is_grad_enabled())
         if mode in self._skeleton.refused:
             raise ExecutionError(
@@ -280,19 +279,22 @@ class SplitStage(nn.Module):
         return bool(self._values)
 
     def _begin(self, values: Sequence[Tensor]) -> Arguments:
-        """Take the values of the stage before, and return the arguments of the model."""
-        whole, shapes = self._receives
+        """Take the values of the stages before, and return the arguments of the model."""
         device = values[0].device
         if device != self._device:
             self._set_missing(device)
-        for source, value in zip(whole, values, strict=False):
-            is_constant = source in self._skeleton.constant and value.requires_grad
-            self._values[source] = _Value(value.detach() if is_constant else value)
-        for number, empty in zip(shapes, values[len(whole) :], strict=True):
+        rest, shapes = iter(values), dict[int, Tensor]()
+        for whole, numbers in self._receives:
+            for source, value in zip(whole, rest, strict=False):
+                is_constant = source in self._skeleton.constant and value.requires_grad
+                self._values.setdefault(source, _Value(value.detach() if is_constant else value))
+            shapes |= zip(numbers, rest, strict=False)
+        for number, empty in shapes.items():
             source, dtype = Source("input", number), self._skeleton.dtypes[number]
-            is_written = source in self._written
-            value = missing(empty.shape[:-1], dtype, empty.device, is_written=is_written)
-            self._values[source] = _Value(value)
+            if source not in self._values:
+                is_written = source in self._written
+                value = missing(empty.shape[:-1], dtype, empty.device, is_written=is_written)
+                self._values[source] = _Value(value)
         return self._skeleton.with_tensors(
             [self._for_code(Source("input", k)) for k in range(self._skeleton.n_inputs)]
         )
@@ -323,12 +325,12 @@ class SplitStage(nn.Module):
         return value.clone() if source in self._written else value
 
     def _sent(self) -> tuple[Tensor, ...]:
-        """Return the values for the next stage."""
+        """Return the values for later stages."""
         assert self._sends is not None, "only the last stage sends nothing"
         inputs = (self._values[Source("input", number)].tensor for number in self._sends.shapes)
         return (
             *(self._unchanged(source) for source in self._sends.whole),
-            *(x.new_empty((*x.shape, 0)) for x in inputs),
+            *map(shape_alone, inputs),
         )
 
     def _unchanged(self, source: Source) -> Tensor:

@@ -21,7 +21,9 @@ from pipeexec.splitting.split_stage import SplitStage
 from pipeexec.stages.activations import ActivationMeter
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, ExecutionError, check_count, check_function, check_list
+from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
+from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import schedule
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
@@ -126,17 +128,22 @@ class StagesReport:
 def stages_report(
     title: str,
     stages: Sequence[SplitStage],
+    facts: SplitFacts,
     blocks: Sequence[str],
-    values: Sequence[Tensor],
-    schedules: Sequence[str | Schedule],
+    batch: Any,
+    schedules: Sequence[str | Schedule] | None,
     n_microbatches: int,
 ) -> StagesReport:
     """Measure stages, and predict steps of them; see `pipeexec.Stages.report`.
 
-    ``blocks`` count as layers; ``values`` are the tensors that the first stage takes.
+    ``blocks`` count as layers.
     """
-    orders = _orders(schedules, n_microbatches, len(stages))
-    rows = _stage_rows(stages, frozenset(blocks), values)
+    placement = Placement(range(len(stages)), edges=facts.edges or None)
+    if schedules is None:
+        by_order = [order_by(placement, n_microbatches)] if facts.edges else ()
+        schedules = by_order or ("gpipe", "1f1b")
+    orders = _orders(schedules, n_microbatches, placement)
+    rows = _stage_rows(stages, facts, frozenset(blocks), batch)
     costs = _row_costs(rows)
     makespans = {name: simulate(lower(order), costs).makespan for name, order in orders.items()}
     n_devices = {name: order.n_devices for name, order in orders.items()}
@@ -147,22 +154,24 @@ def stages_report(
 
 
 def _stage_rows(
-    stages: Sequence[SplitStage], blocks: frozenset[str], values: Sequence[Tensor]
+    stages: Sequence[SplitStage], facts: SplitFacts, blocks: frozenset[str], batch: Any
 ) -> list[StageRow]:
-    """Return a row for each stage; ``values`` are what the first one takes."""
-    rows = []
+    """Return a row for each stage."""
+    rows, outputs = [], list[tuple[Tensor, ...]]()
     with unchanged(*stages):
         for number, stage in enumerate(stages):
             device = _device(stage)
-            inputs = tuple(x.to(device) for x in detached(tuple(values)))
+            values = facts.stage_inputs(number, batch, outputs)
+            inputs = tuple(x.to(device) for x in detached(values))
             try:
-                row, values = _stage_row(stage, inputs, blocks)
+                row, output = _stage_row(stage, inputs, blocks)
             except Exception as error:  # of the user's code
                 text = f"{type(error).__name__}: {str(error).strip():.150}{line_of_error(error)}"
                 raise ExecutionError(
                     f"stage {number} fails: {text}; give a batch that the model takes"
                 ) from error
             rows.append(row)
+            outputs.append(output)
     rows[-1] = rows[-1]._replace(message_bytes=0)
     return rows
 
@@ -209,12 +218,18 @@ def _row_costs(rows: Sequence[StageRow]) -> Costs:
 
 
 def _orders(
-    schedules: Sequence[str | Schedule], n_microbatches: int, n_stages: int
+    schedules: Sequence[str | Schedule], n_microbatches: int, placement: Placement
 ) -> dict[str, Schedule]:
-    """Return schedules by their names."""
-    orders = {}
+    """Return schedules of stages, placed each on a device of its own, by their names."""
+    orders, n_stages, edges = {}, placement.n_stages, placement.edges
     for x in check_list("schedules", schedules, "names of schedules, or schedules"):
         order = x if isinstance(x, Schedule) else _named(x, n_stages, n_microbatches)
+        if order.placement.edges != edges:
+            raise ArgumentError(
+                f"schedule {order.name!r} has the edges {list(order.placement.edges)}, and the "
+                f"stages have {list(edges)}; give a schedule of their graph, such as "
+                "pipesim.order_by(Placement(..., edges=stages.edges), n_microbatches)"
+            )
         if order.n_stages != n_stages:
             raise ArgumentError(
                 f"schedule {order.name!r} has {order.n_stages} stages, and the split {n_stages}; "
@@ -247,8 +262,9 @@ class Stages(Sequence[SplitStage | None]):
     """Stages of a model, in order; `pipeexec.split` makes them.
 
     They share their parameters with the model, and have the modules of its forward in order. Stages
-    of other processes are None. Each takes the output of the stage before. The first one takes
-    `arguments` of a batch, the last one returns the model's output.
+    of other processes are None. Each takes the output of the stage before, or outputs of all stages
+    with one of the `edges` to it. The first one takes `arguments` of a batch, the last one returns
+    the model's output.
 
     Parameters
     ----------
@@ -378,6 +394,14 @@ class Stages(Sequence[SplitStage | None]):
         """
         return tuple(sorted({tuple(stage for stage, _ in group) for group in self.tied}))
 
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Edges between stages, as `pipesim.Placement` takes them; empty for a chain.
+
+        Such as ``((0, 2), (1, 2))``, if the third stage takes outputs of two others.
+        """
+        return self._facts.edges
+
     def arguments(self, batch: Any) -> tuple[Tensor, ...]:
         """Return the tensors of a batch, as the first stage takes them.
 
@@ -426,7 +450,7 @@ class Stages(Sequence[SplitStage | None]):
         self,
         batch: Any = None,
         *,
-        schedules: Sequence[str | Schedule] = ("gpipe", "1f1b"),
+        schedules: Sequence[str | Schedule] | None = None,
         n_microbatches: int = 8,
     ) -> StagesReport:
         """Measure the stages, and predict steps of them.
@@ -439,8 +463,9 @@ class Stages(Sequence[SplitStage | None]):
         batch
             A micro-batch, nested as the sample was. By default the sample.
         schedules
-            Names of schedules, or schedules of as many stages. A name gets as many stages a device
-            as it has by default.
+            Names of schedules, or schedules of as many stages and with the same `edges`. A name
+            gets as many stages a device as it has by default. By default GPipe and 1F1B, and the
+            orders of `pipesim.order_by` for stages with edges.
         n_microbatches
             Micro-batches of a step of the named schedules.
 
@@ -466,9 +491,11 @@ class Stages(Sequence[SplitStage | None]):
         ([40, 40], ['1f1b'])
         """
         check_count("n_microbatches", n_microbatches)
-        values = self.arguments(self._batch if batch is None else batch)
+        batch = self._batch if batch is None else batch
         title = f"{len(self)} stages of {type(self.model).__name__}, by {self.way}"
-        return stages_report(title, self._local(), self.blocks, values, schedules, n_microbatches)
+        return stages_report(
+            title, self._local(), self._facts, self.blocks, batch, schedules, n_microbatches
+        )
 
     def check(self, batch: Any, loss_fn: Callable[[Any], Tensor] | None = None) -> float:
         """Compare loss and gradients of the stages with those of the model, for one batch.

@@ -45,12 +45,13 @@ class Configuration(NamedTuple):
     recompute: str = "never"
     n_replicas: int = 1
     way: Literal["modules", "graph"] = "modules"
+    chain: bool = True
 
     def __str__(self) -> str:
         texts = [f"{self.n_stages} stages", self.schedule]
         texts += ["recompute"] * (self.recompute == "always")
         texts += [f"{self.n_replicas} replicas"] * (self.n_replicas > 1)
-        texts += ["graph"] * (self.way == "graph")
+        texts += ["graph"] * (self.way == "graph") + ["edges"] * (not self.chain)
         return ", ".join(texts)
 
 
@@ -70,9 +71,14 @@ def _schedule(configuration: Configuration) -> ps.Schedule:
 
 
 @cache
-def _lowered(configuration: Configuration, tied: tuple[tuple[int, ...], ...] = ()) -> ps.TaskGraph:
+def _lowered(
+    configuration: Configuration,
+    tied: tuple[tuple[int, ...], ...] = (),
+    edges: tuple[tuple[int, int], ...] = (),
+) -> ps.TaskGraph:
+    placement = ps.Placement(range(configuration.n_stages), edges=edges or None)
     return ps.lower(
-        _schedule(configuration),
+        ps.order_by(placement, _MICROBATCHES) if edges else _schedule(configuration),
         recompute=configuration.recompute, n_replicas=configuration.n_replicas, tied=tied,
     )  # fmt: skip
 
@@ -97,7 +103,7 @@ def configurations() -> list[Configuration]:
 #: Configurations of which every run of the tests takes some for each model.
 CONFIGURATIONS = (
     Configuration(2),
-    Configuration(4),
+    Configuration(4, chain=False),
     Configuration(3, "gpipe", "always"),
     Configuration(4, "zb_h1"),
     Configuration(2, "1f1b", "never", 2),
@@ -310,10 +316,16 @@ def _train_split(case: Case, configuration: Configuration) -> dict[str, Any]:
     _seed()
     before, objects = _state(model), _objects(model)
     sample = _batch(case, _SAMPLES, 99)
-    stages = px.split(model, configuration.n_stages, sample=sample, way=configuration.way)
+    stages = px.split(
+        model,
+        configuration.n_stages,
+        sample=sample,
+        way=configuration.way,
+        chain=configuration.chain,
+    )
     change = _difference(_state(model), before, 0.0) or _replaced(model, objects)
     results: dict[str, Any] = {"split": change or "no change"}
-    graph = _lowered(configuration, stages.tied_stages)
+    graph = _lowered(configuration, stages.tied_stages, stages.edges)
     n = sum(map(len, _orders(configuration))) * _SAMPLES
     _seed()
     with px.Pipeline(

@@ -253,7 +253,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "loss_reduction": "mean", "learning_rate": 0.1, "dtype": None, "seed": 0},
     "px.split": lambda _: {
         "model": nn.Sequential(*stages()), "stages": 2, "sample": torch.ones(2, 2),
-        "balance": "blocks", "memory_limit": 1e9, "optimizer_bytes": 2.0, "only": [0]},
+        "balance": "blocks", "memory_limit": 1e9, "optimizer_bytes": 2.0, "only": [0],
+        "chain": True},
     "px.Stages.arguments": lambda _: {"self": split(), "batch": torch.ones(2, 2)},
     "px.Stages.report": lambda _: {
         "self": split(), "batch": torch.ones(2, 2), "schedules": ("gpipe",), "n_microbatches": 2},

@@ -588,23 +588,54 @@ def test_values_that_need_no_gradient():
         stages[0](torch.full((4, 8), 1e3))
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_vision_tower_beside_words_trains_as_the_model_does(recompute):
-    """Words wait for the tower, gradients of what it computes return to it."""
-    model, batch = VisionLanguage(), VisionLanguage.batch(4)
-    targets = batch["words"]
+#: Cuts of `VisionLanguage`, devices of the stages, and edges.
+TOWERS: dict[str, tuple[list[str], list[int], tuple[tuple[int, int], ...]]] = {
+    "chain": (["vision.blocks.1", "blocks.1"], [0, 1, 2], ()),
+    "graph": (
+        ["vision.patches", "vision.blocks.1", "blocks.0", "blocks.1"], [0, 1, 2, 0, 1],
+        ((0, 3), (1, 2), (2, 3), (3, 4)),
+    ),
+}  # fmt: skip
 
-    def loss_fn(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
-    loss = loss_fn(model(**batch), targets)
+def tower_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("form", TOWERS)
+def test_a_vision_tower_beside_words_trains_as_the_model_does(form):
+    """Words wait for the tower, or have a stage of their own; gradients return to both."""
+    (cuts, devices, edges), batch = TOWERS[form], VisionLanguage.batch(4)
+    model, targets = VisionLanguage(), batch["words"]
+    loss = tower_loss(model(**batch), targets)
     expected = torch.autograd.grad(loss, list(model.parameters()))
-    stages = px.split(model, ["vision.blocks.1", "blocks.1"], sample=VisionLanguage.batch(2))
-    graph = ps.lower(ps.schedule("1f1b", 3, 2), recompute=recompute)
-    with px.Pipeline(stages, graph, ["cpu"] * 3, loss_fn) as pipeline:
-        torch.testing.assert_close(pipeline.step(batch, targets).loss, loss.detach())
+    stages = px.split(model, cuts, sample=VisionLanguage.batch(2), chain=form == "chain")
+    assert stages.edges == edges
+    order = ps.order_by(ps.Placement(devices, edges=edges or None), 2)
+    with px.Pipeline(
+        stages, ps.lower(order, recompute="always"), ["cpu"] * 3, tower_loss
+    ) as pipeline:
+        reverse = dict(reversed(batch.items()))
+        torch.testing.assert_close(pipeline.step(reverse, targets).loss, loss.detach())
+        torch.testing.assert_close(pipeline.evaluate(batch, targets).loss, loss.detach())
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_stages_with_edges():
+    """Their report predicts steps of the graph; other graphs and other modules are refused."""
+    cuts, sample = ["vision.patches", "blocks.0"], VisionLanguage.batch(2)
+    stages = px.split(VisionLanguage(), cuts, sample=sample, chain=False, check=False)
+    report = stages.report(n_microbatches=2)
+    assert len(report.rows) == 3
+    assert min(report.makespans.values()) > 0
+    with pytest.raises(ArgumentError, match=r"'gpipe' has the edges \[\], .* have \[\(0, 2\)"):
+        stages.report(schedules=["gpipe"])
+    chain = ps.lower(ps.schedule("gpipe", 3, 2))
+    with pytest.raises(ArgumentError, match=r"edges \[\], those of pipeexec.split have \[\(0, 2\)"):
+        px.Pipeline(stages, chain, ["cpu"] * 3, tower_loss)
+    with pytest.raises(ArgumentError, match=r"stage 0 is one of .*chain=False.*, and other mod"):
+        px.Pipeline([stages[0], stages[1], nn.Linear(1, 1)], chain, ["cpu"] * 3, tower_loss)
 
 
 def test_parameters_that_are_trained_later():
