@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter
@@ -147,7 +148,8 @@ class PlacedModel:
     devices
         One a device of the graph, those of other processes included.
     modules
-        Replica after replica: the given stages, then copies of them.
+        Replica after replica: the given stages, then copies of them. A `RemoteStage` stands for
+        those of other processes, and for a stage that a path shares with a lower one.
     homes
         Device of each stage; shape ``(n_replicas, n_stages)``.
     optimizers
@@ -190,7 +192,8 @@ class PlacedModel:
         is_local = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
         check_stages(stages, graph, is_local)
         check_ddp(stages, graph.n_replicas)
-        self.modules = place_replicas(stages, is_local)
+        holds = graph.kinds.holds.ravel().tolist()
+        self.modules = place_replicas(stages, [*map(operator.and_, is_local, holds)])
         for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
             if not isinstance(module, RemoteStage):
                 module.to(self.devices[device].torch_device)

@@ -183,6 +183,9 @@ class StepRunner:
             )
             for slot, x in enumerate(arguments)
         ]
+        shared = dict[tuple[int, int], StageLike]()  # by paths with the stage on one device
+        for slot, home in enumerate(graph.homes.ravel().tolist()[: len(stages)]):
+            stages[slot] = shared.setdefault((home, slot % n), stages[slot])
         entries = entry_stages(graph.edges, n)
         for slot, stage in enumerate(stages):
             if isinstance(stage, Stage):

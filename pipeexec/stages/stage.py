@@ -135,9 +135,12 @@ def run_backward(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
 
 @contextlib.contextmanager
 def attach_meters(stages: Sequence[StageLike], meters: Sequence[ActivationMeter]) -> Iterator[None]:
-    """Let each stage count the bytes that it holds, in a block."""
+    """Let each stage count the bytes that it holds, in a block.
+
+    A stage that is listed several times, for paths that share it, has the first of its meters.
+    """
     try:
-        for stage, meter in zip(stages, meters, strict=True):
+        for stage, meter in reversed([*zip(stages, meters, strict=True)]):
             stage.meter = meter
         yield
     finally:

@@ -1,7 +1,7 @@
 """The data-parallel copies of a pipeline in a graph, and the collectives that connect them.
 
 A copy has all tasks on a set of devices that no other copy uses: those of one replica, or those of
-all paths of one bidirectional pipeline. `lower(n_replicas=2)` of the tasks on the left makes copies
+all paths of one pipeline. `lower(n_replicas=2)` of the tasks on the left makes copies
 0 and 1, which only collectives (C) connect:
 
     device 0 | F0 B0 C ST        device 0 | F0 B0 C ST      copy 0
@@ -39,10 +39,14 @@ class FirstCopy(NamedTuple):
 def copy_of_replicas(homes: Ints) -> Ints:
     """Return the number of the copy of each replica, in the order of replicas.
 
-    ``homes`` are those of `TaskGraph`. The paths of a bidirectional pipeline are on the same
-    devices, and in one copy.
+    ``homes`` are those of `TaskGraph`. Replicas with a device in common, such as the paths of a
+    bidirectional pipeline, are in one copy.
     """
-    _, first, copy = np.unique(homes.min(axis=1), return_index=True, return_inverse=True)
+    own, lowest = homes.min(axis=1), np.arange(int(homes.max()) + 1)
+    while (lowest[homes] != own[:, None]).any():  # devices that replicas connect get one number
+        np.minimum.at(lowest, homes, own[:, None])
+        own = lowest[homes].min(axis=1)
+    _, first, copy = np.unique(own, return_index=True, return_inverse=True)
     order: Ints = np.argsort(np.argsort(first))
     return order[copy.ravel()]
 

@@ -125,7 +125,7 @@ def kind_rules(
     """
     columns = [kinds.op, kinds.stage, kinds.replica, kinds.peer_stage, kinds.part]
     shared = None if groups is None else groups.tobytes()
-    if tied or (kinds.op == Op.GRAD_NORM).any():
+    if tied or kinds.shares_stages or (kinds.op == Op.GRAD_NORM).any():
         columns.append(kinds.device)
     options = (width, batch_size, shared, tied, has_slices, decodes, edges)
     key = (*options, *(column.tobytes() for column in columns))
@@ -183,6 +183,11 @@ def _tables(
         via_stage[~follows[other] & (abs(via_offset) == 1)] = 0
     via = cells[via_op, replica[:, None], via_stage, via_part]
     needs = cells[np.stack([first_op, second_op]), replica, needed, needs_part].T
+    if kinds.shares_stages:  # a reduction has the gradients of all replicas that share the stage
+        whole = (kinds.op == Op.REDUCE_GRAD) & (kinds.part < 0)
+        is_reduced = np.isin(own_stage, kinds.stage[whole])
+        is_reduced &= (via_op == Op.REDUCE_GRAD).any(axis=1)
+        needs[is_reduced & ~kinds.holds[replica, own_stage]] = -1
     skips = np.array([rule.skips and Op.RECV_F in rule.needs for rule, _ in rules], bool)[number]
     needs[skips & (needs_part >= own_stage)] = -1  # the token of a decode step is no skip
     every = np.array([rule.every for rule, _ in rules], dtype=np.int64)[number]
@@ -245,7 +250,8 @@ def _with_stages(
     ``number`` and ``kind`` are pairs of rule and kind. The result has the columns number, kind, and
     replica and stage of the needed tasks; to the stage, the offset of the rule is yet to be added.
     """
-    over = np.array([rule.over != "stage" for rule, _ in rules], dtype=bool)[number]
+    alone = ["stage"] if kinds.shares_stages else ["stage", "sharers"]
+    over = np.array([rule.over not in alone for rule, _ in rules], dtype=bool)[number]
     replica, stage = kinds.replica[kind], kinds.stage[kind]
     if not over.any():
         return number, kind, replica, stage
@@ -262,7 +268,8 @@ def _with_stages(
     numbers = np.array([group if rule.over == "group" else -1 for rule, group in rules])
     own = numbers[number[row]]
     in_group = member[own, stages] & member[own, stage[row]] & (replicas == replica[row])
-    kept = (own < 0) | in_group
+    sharers = np.array([rule.over == "sharers" for rule, _ in rules], dtype=bool)[number[row]]
+    kept = np.where(sharers, stages == stage[row], (own < 0) | in_group)
     return number[row][kept], kind[row][kept], replicas[kept], stages[kept]
 
 

@@ -21,8 +21,8 @@ from pipesim.scheduling.placement import Edges, skip_edges
 
 #: The stages of the needed tasks: the one at the offset ``stage``, of the task's replica; those of
 #: the task's group of tied stages on its device, of its replica; all those on its device, of all
-#: replicas.
-Over = Literal["stage", "group", "device"]
+#: replicas; the one at the offset, of all replicas that have it on the task's device.
+Over = Literal["stage", "group", "device", "sharers"]
 
 
 class Via(NamedTuple):
@@ -143,8 +143,8 @@ RULES = (
     ),
     Rule((Op.ALL_TO_ALL,), (Op.B, Op.W), every=True, part=_ACCUMULATED),
     Rule((Op.STEP,), (Op.ALL_TO_ALL,), needs_part=_ACCUMULATED),
-    Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True),
-    Rule((Op.STEP,), (Op.B, Op.W), 0, (Via(Op.REDUCE_GRAD),), every=True),
+    Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True, over="sharers"),
+    Rule((Op.STEP,), (Op.B, Op.W), 0, (Via(Op.REDUCE_GRAD),), every=True, over="sharers"),
     Rule((Op.STEP,), (), 0, (Via(Op.REDUCE_GRAD),), buckets=True),
     Rule(
         (Op.REDUCE_TIED,),

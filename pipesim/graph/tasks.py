@@ -27,6 +27,7 @@ from pipesim.ops import (
     Op,
     expert_exchange,
 )
+from pipesim.scheduling.placement import is_first_on_device
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
@@ -354,6 +355,22 @@ class Kinds:
         homes = np.zeros(shape, dtype=np.int64)
         homes[self.replica, self.stage] = self.device
         return _read_only(homes)
+
+    @cached_property
+    def holds(self) -> NDArray[np.bool_]:
+        """Whether each replica has a copy of each stage that no lower one has; shape as `homes`.
+
+        Replicas with a stage on one device share it. The lowest of them has its reductions and its
+        optimizer steps.
+        """
+        homes = -1 - np.arange(self.homes.size).reshape(self.homes.shape)  # where it has none
+        homes[self.replica, self.stage] = self.device
+        return _read_only(is_first_on_device(homes))
+
+    @cached_property
+    def shares_stages(self) -> bool:
+        """Whether several replicas have a stage on one device."""
+        return not self.holds.all()
 
     @cached_property
     def streams(self) -> tuple[tuple[tuple[int, str], ...], NDArray[np.int32]]:

@@ -331,7 +331,8 @@ def _check_members(graph: TaskGraph) -> None:
     np.add.at(n_members, (cell_of_member, graph.replica[members]), 1)
     trains = np.zeros(graph.n_replicas, dtype=bool)
     trains[graph.replica[graph.is_op(WEIGHT_GRADS)]] = True
-    for cell, replica in np.argwhere((n_members > 1) | (trains & (n_members == 0)))[:1].tolist():
+    needed = trains & graph.kinds.holds[:, cells % graph.n_stages].T
+    for cell, replica in np.argwhere((n_members > 1) | (needed & (n_members == 0)))[:1].tolist():
         task = graph.task(int(members[cell_of_member == cell][0]))
         n = n_members[cell, replica]
         has = "lacks it" if n == 0 else f"has {n} of it"

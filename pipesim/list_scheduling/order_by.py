@@ -190,6 +190,12 @@ def list_schedule(
     finite_patience = number(patience)
     if finite_patience is None or not 0 <= finite_patience < math.inf:
         raise ArgumentError(f"patience must be finite and >= 0, got {patience!r}")
+    is_limited = memory_limit is not None or activation_limit is not None
+    if placement.shares_stages and in_flight is not None and is_limited:
+        raise ArgumentError(
+            "in_flight and a memory limit, but paths of the placement share stages: micro-batches "
+            "of several paths could wait for each other for ever; give one of both limits"
+        )
     problem = make_problem(
         placement,
         n_microbatches,
@@ -231,20 +237,29 @@ def action_ranks(priority: object, problem: Problem, ops: Sequence[Op]) -> Ranks
     return PRIORITIES[check_name("priority", priority, PRIORITIES)](problem)
 
 
+def _turns(problem: Problem, microbatch: Ints) -> Ints:
+    """Return the turn of each micro-batch: its number, but paths that share stages alternate."""
+    if (problem.shared == np.arange(len(problem.shared))).all():
+        return microbatch
+    path = np.searchsorted(problem.first, microbatch, side="right") - 1
+    return (microbatch - problem.first[path]) * problem.n_paths + path
+
+
 def _by_phase(*phases: int) -> Callable[[Problem], Ranks]:
     """Return a priority: phases in this order, then micro-batches, then deep stages first."""
 
     def make_ranks(problem: Problem) -> Ranks:
         phase, stage, microbatch = action_columns(problem)
         position = np.argsort(phases)[phase].astype(float)
-        return Ranks(position, microbatch * problem.n_stages - stage, by_arrival=False)
+        turn = _turns(problem, microbatch)
+        return Ranks(position, turn * problem.n_stages - stage, by_arrival=False)
 
     return make_ranks
 
 
 def _first_come(problem: Problem) -> Ranks:
     phase, stage, microbatch = action_columns(problem)
-    tie = (microbatch * 3 + phase) * problem.n_stages - stage
+    tie = (_turns(problem, microbatch) * 3 + phase) * problem.n_stages - stage
     return Ranks(np.zeros(len(tie)), tie, by_arrival=True)
 
 
@@ -263,7 +278,7 @@ def _critical_path(problem: Problem) -> Ranks:
         if len(targets):
             after = [chain[ptr[target] : ptr[target + 1]] for target in targets]
             chain[ptr[lane] : ptr[lane + 1]] += np.max(after, axis=0)
-    return Ranks(-chain, microbatch * 3 + phase, by_arrival=False)
+    return Ranks(-chain, _turns(problem, microbatch) * 3 + phase, by_arrival=False)
 
 
 def microbatch_order(priority: object, problem: Problem) -> Ints | None:

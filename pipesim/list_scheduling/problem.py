@@ -47,6 +47,7 @@ class Problem(NamedTuple):
     n_microbatches: int
     n_phases: int  # 3 if the backward is split into I and W, else 2
     home: Ints  # device of each copy
+    shared: Ints  # first copy with the stage and the device of each copy
     copies_ptr: Ints  # CSR: copies of each device, path after path
     copies: Ints
     first: Ints  # micro-batch of each path
@@ -107,6 +108,7 @@ def make_problem(
         n_microbatches=n_microbatches,
         n_phases=len(phases),
         home=home,
+        shared=first_sharers(placement),
         copies_ptr=np.append(0, np.cumsum(np.bincount(home))),
         copies=np.lexsort((path, home)),
         first=first,
@@ -168,6 +170,15 @@ def lane_actions(n_microbatches: int, n_paths: int, n_lanes: int) -> tuple[Ints,
     lane_count = count[np.arange(n_lanes) % n_paths]
     lane_ptr = np.append(0, np.cumsum(lane_count))
     return count, lane_ptr, np.repeat(np.arange(n_lanes), lane_count)
+
+
+def first_sharers(placement: Placement) -> Ints:
+    """Return the first copy with the stage and the device of each copy; see `Problem`."""
+    homes = np.array(placement.paths).T
+    cell = homes + np.arange(placement.n_stages)[:, None] * placement.n_devices
+    _, first, number = np.unique(cell, return_index=True, return_inverse=True)
+    sharers: Ints = first[number.ravel()]
+    return sharers
 
 
 def operations(problem: Problem) -> tuple[Op, ...]:

@@ -261,7 +261,7 @@ class Progress(NamedTuple):
 
     free: Floats  # time at which each device is free (s)
     wake: Floats  # time at which it next looks for an action (s)
-    n_in_flight: Ints  # micro-batches between F and their backward, of each copy
+    n_in_flight: Ints  # micro-batches between F and their backward, of the first copy that shares
     started: NDArray[np.bool_]  # whether each F has
     next_in_order: Ints  # first micro-batch of each copy whose F has not started
     n_needed: Ints  # actions that each action waits for
@@ -284,8 +284,17 @@ def _first_ready(problem: Problem, ranks: Ranks, queues: Queues, device: int, ph
 
 def _in_flight_allows(problem: Problem, progress: Progress, copy: int, microbatch: int) -> bool:
     """Reserve the last place in flight for the micro-batch that is next in order."""
-    places = problem.in_flight[copy // problem.n_paths] - progress.n_in_flight[copy]
-    return bool(places >= 2 or microbatch == progress.next_in_order[copy])
+    shared, n_paths = problem.shared[copy], problem.n_paths
+    if problem.in_flight[copy // n_paths] - progress.n_in_flight[shared] >= 2:
+        return True
+    own = copy % n_paths
+    for path in range(n_paths):  # paths that share the stage take turns
+        other = copy - own + path
+        turn = progress.next_in_order[other]
+        is_earlier = turn < microbatch or (turn == microbatch and path < own)
+        if is_earlier and problem.shared[other] == shared and turn < problem.n_of_path[path]:
+            return False
+    return True
 
 
 def _allows(problem: Problem, progress: Progress, memory: HeldBytes, action: int) -> bool:
@@ -365,7 +374,8 @@ def _weight_may_start(
         copy = problem.lane[forward]
         if (
             has_room(memory, device, problem.f_bytes[forward])
-            and progress.n_in_flight[copy] < problem.in_flight[copy // problem.n_paths]
+            and progress.n_in_flight[problem.shared[copy]]
+            < problem.in_flight[copy // problem.n_paths]
         ):
             soonest = min(soonest, queues.arrival[forward])
     return bool(soonest - now >= patience * problem.seconds[weight])
@@ -388,7 +398,8 @@ def choose(
         copy = problem.copies[k]
         if (
             queues.ready[copy] == queues.future[copy]
-            or progress.n_in_flight[copy] >= problem.in_flight[copy // problem.n_paths]
+            or progress.n_in_flight[problem.shared[copy]]
+            >= problem.in_flight[copy // problem.n_paths]
         ):
             continue
         action = _first_allowed(problem, progress, queues, memory, copy)
@@ -510,7 +521,7 @@ def _start_forward(
     """Count a micro-batch that begins on a copy."""
     path, action = copy % problem.n_paths, problem.lane_ptr[copy] + number
     count_forward(problem, memory, problem.home[copy], path, number, problem.f_bytes[action])
-    progress.n_in_flight[copy] += 1
+    progress.n_in_flight[problem.shared[copy]] += 1
     progress.started[action] = True
     following = progress.next_in_order[copy]
     while (
@@ -542,7 +553,7 @@ def _start(
         forward = problem.lane_ptr[copy] + number
         f_bytes, w_bytes = problem.f_bytes[forward], problem.w_bytes[forward]
         count_backward(problem, memory, device, copy % n_paths, number, f_bytes, w_bytes)
-        progress.n_in_flight[copy] -= 1
+        progress.n_in_flight[problem.shared[copy]] -= 1
     else:
         memory.held_for_w[device] -= problem.w_bytes[problem.lane_ptr[copy] + number]
 

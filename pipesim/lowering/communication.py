@@ -44,7 +44,8 @@ class Collectives(NamedTuple):
     """The collectives of a graph."""
 
     grad_sync: GradSyncs
-    #: Number of REDUCE_GRADs in which each stage reduces its gradients; empty for no reductions.
+    #: Number of REDUCE_GRADs in which each stage reduces its gradients, 0 for one copy alone; empty
+    #: for no reductions.
     buckets: tuple[int, ...]
     #: Number of micro-batches after which each stage reduces; 0 for once a mini-batch.
     groups: tuple[int, ...]
@@ -157,36 +158,36 @@ def _add_reductions(
     adds_to: Ints = np.full(len(compute), -1, dtype=np.int32)
     n_buckets = np.array(collectives.buckets, dtype=np.int64)
     reduce = np.full((len(n_buckets), n_buckets.max(initial=0), len(homes)), -1, dtype=np.int32)
-    is_bucket = np.arange(reduce.shape[1]) < n_buckets[:, None]
-    numbers = np.arange(is_bucket.sum() * len(homes)).reshape(-1, len(homes))
-    reduce[is_bucket] = len(kinds) + numbers
+    is_bucket = (np.arange(reduce.shape[1]) < n_buckets[:, None])[..., None]
+    is_member = is_bucket & compute.holds.T[:, None][: len(n_buckets)]
+    reduce[is_member] = len(kinds) + np.arange(is_member.sum())
     is_dense = ~np.isin(compute.stage, collectives.exchanges.sharded)
     if len(n_buckets):
         gradients = compute.is_op(WEIGHT_GRADS) & compute.completes
         last = np.flatnonzero(gradients & is_dense)
         adds_to[last] = compute.stage[last]
-        kinds = kinds.joined(_reduction_kinds(homes, stream, n_buckets))
+        kinds = kinds.joined(_reduction_kinds(homes, is_member, stream))
     if collectives.unshards:
-        gather = np.full_like(reduce, -1)
-        gather[:, 0] = len(kinds) + np.arange(homes.size).reshape(homes.T.shape)
+        gather, is_member = np.full_like(reduce, -1), np.zeros(reduce.shape, dtype=bool)
+        is_member[:, 0] = compute.holds.T
+        gather[is_member] = len(kinds) + np.arange(is_member.sum())
         reduce = np.concatenate([reduce, gather])
         steps = np.flatnonzero((compute.op == Op.STEP) & is_dense)
         adds_to[steps] = homes.shape[1] + compute.stage[steps]
-        one = np.ones_like(n_buckets)
-        kinds = kinds.joined(_reduction_kinds(homes, stream, one, Op.UNSHARD))
+        kinds = kinds.joined(_reduction_kinds(homes, is_member, stream, Op.UNSHARD))
     return kinds, adds_to, reduce
 
 
 def _reduction_kinds(
-    homes: Ints, stream: int, n_buckets: Ints, collective: Op = Op.REDUCE_GRAD
+    homes: Ints, is_member: NDArray[np.bool_], stream: int, collective: Op = Op.REDUCE_GRAD
 ) -> Kinds:
-    """Return the kinds that sum the gradients of each stage, bucket by bucket, over all paths."""
-    shape = homes.shape[1], int(n_buckets.max()), len(homes)
-    stage, bucket, replica = (x.ravel() for x in np.indices(shape))
-    is_bucket = bucket < n_buckets[stage]
-    stage, bucket, replica = stage[is_bucket], bucket[is_bucket], replica[is_bucket]
+    """Return the kinds that sum the gradients of each stage, bucket by bucket, over all paths.
+
+    ``is_member`` marks those of each stage, bucket and path.
+    """
+    stage, bucket, replica = np.nonzero(is_member)
     op, code = np.full_like(stage, collective), np.full_like(stage, stream)
-    part = np.where(n_buckets[stage] > 1, bucket, -1)
+    part = np.where(is_member.any(axis=2).sum(axis=1)[stage] > 1, bucket, -1)
     return Kinds(op, homes[replica, stage], stage, replica, code, part=part)
 
 

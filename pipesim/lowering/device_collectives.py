@@ -41,6 +41,11 @@ def checked_device_collectives(
 ) -> DeviceCollectives:
     """Return the options of `pipesim.lower`, checked to suit the schedule."""
     groups = checked_tied(tied, schedule.n_stages)
+    if groups and schedule.placement.shares_stages:
+        raise ArgumentError(
+            f"tied={tied_text(groups)!r}, but paths of schedule {schedule.name!r} share stages on "
+            "one device, and gradients of tied stages are summed path by path; leave tied out"
+        )
     if (groups or grad_norm) and schedule.n_batches > 1:
         what = [f"tied={tied_text(groups)!r}"] * bool(groups) + ["grad_norm=True"] * grad_norm
         raise ArgumentError(

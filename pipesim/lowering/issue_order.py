@@ -149,6 +149,8 @@ def issue_tasks(inputs: LoopInputs, state: LoopState, output: LoopOutput) -> Non
                 if reduce[row, bucket, 0] < 0:
                     continue
                 for path in range(reduce.shape[2]):
+                    if reduce[row, bucket, path] < 0:
+                        continue
                     issued_kind[n] = reduce[row, bucket, path]
                     issued_microbatch[n] = -1
                     if numbered[row]:
@@ -173,7 +175,8 @@ class Partners(NamedTuple):
     adds_to: Ints
     #: ``reduce[s, b]`` are the kinds that sum bucket ``b`` of the gradients of stage ``s`` over
     #: all paths. If replicas share the optimizer steps, ``reduce[n_stages + s, 0]`` are the kinds
-    #: that gather the parameters of stage ``s``. -1 where a stage has fewer buckets.
+    #: that gather the parameters of stage ``s``. -1 where a stage has fewer buckets, or is that of
+    #: a lower path on its device.
     reduce: Ints
     #: Row ``k`` has the exchanges that come before a task of kind ``k``, and after it.
     before: CSR

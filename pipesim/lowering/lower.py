@@ -80,7 +80,7 @@ from pipesim.lowering.recomputes import (
     with_recomputes_and_steps,
 )
 from pipesim.scheduling.memory_checks import check_tasks
-from pipesim.scheduling.placement import Layout, replica_devices
+from pipesim.scheduling.placement import Layout, is_first_on_device, replica_devices
 from pipesim.scheduling.schedule import Schedule, forward_actions
 from pipesim.utils.checks import Count, Whole, checked
 
@@ -126,7 +126,11 @@ def checked_collectives(
             "times while micro-batches are in flight; take a schedule of one mini-batch"
         )
     stages = grad_sync_by_stage(syncs, n_stages) if reduces else ()
-    buckets = tuple(n_buckets if sync == "bucketed" else 1 for sync in stages)
+    n_copies = is_first_on_device(np.asarray(schedule.placement.paths)).sum(axis=0) * n_replicas
+    buckets = tuple(
+        (n_buckets if sync == "bucketed" else 1) if n > 1 else 0
+        for sync, n in zip(stages, n_copies.tolist(), strict=False)
+    )
     unshards = shares_steps and gather_parameters == "after_step"
     return Collectives(syncs, buckets, groups, exchanges, unshards)
 
@@ -467,6 +471,12 @@ def lower(
     experts, n_sharing = checked_experts(
         expert_layers, n_stages, shards, expert_replicas, n_replicas
     )
+    if any(experts) and schedule.placement.has_replicas:
+        raise ArgumentError(
+            f"expert_layers={experts}, but the paths of schedule {schedule.name!r} are replicas "
+            "with other micro-batches each, which exchange no tokens; leave expert_layers out, or "
+            "give n_replicas to a schedule of one path"
+        )
     of_devices = checked_device_collectives(schedule, tied, grad_norm, shards, step)
     groups = of_devices.tied
     arguments["prefetch"] = prefetch = checked_prefetch(prefetch, schedule.n_devices)

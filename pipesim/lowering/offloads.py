@@ -76,6 +76,11 @@ def checked_offloads(
     if isinstance(offload, str) and offload == "none":
         return Offloads(prefetch=prefetch, sharded=sharded)
     values = checked_offload(offload, schedule.n_stages)  # type: ignore[arg-type]
+    if target == "peer" and schedule.placement.shares_stages:
+        raise ArgumentError(
+            f'offload_to="peer", but paths of schedule {schedule.name!r} share stages, so that a '
+            'device is in several pipelines and has no one peer; take offload_to="host"'
+        )
     named = [s for s in sharded if isinstance(values, tuple) and not values[s].is_none]
     if named:
         raise ArgumentError(

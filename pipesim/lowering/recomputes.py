@@ -16,7 +16,7 @@ from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.graph.verify import verify
 from pipesim.lowering.expert_segments import ExpertLayers, with_segments
 from pipesim.ops import INPUT_GRADS, WEIGHT_GRADS, Op
-from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.placement import Placement, is_first_on_device
 from pipesim.scheduling.schedule import Schedule, kept_actions
 from pipesim.utils.csr import Ints
 
@@ -182,9 +182,9 @@ def with_recomputes_and_steps(
 def _with_steps(kinds: Kinds, placement: Placement) -> Kinds:
     """Add the kinds of STEP, those of all stages of a path after each other."""
     homes = np.asarray(placement.paths)
-    path, stage = (x.ravel() for x in np.indices(homes.shape))
+    path, stage = np.nonzero(kinds.holds)
     op, stream = np.full_like(stage, Op.STEP), np.full_like(stage, StreamKind.COMPUTE)
-    return kinds.joined(Kinds(op, homes.ravel(), stage, path, stream))
+    return kinds.joined(Kinds(op, homes[path, stage], stage, path, stream))
 
 
 def _steps(schedule: Schedule) -> tuple[Ints, NDArray[np.int32], Ints]:
@@ -195,9 +195,11 @@ def _steps(schedule: Schedule) -> tuple[Ints, NDArray[np.int32], Ints]:
     backward of its stage.
     """
     homes, n_batches = np.asarray(schedule.placement.paths), schedule.n_batches
-    kind = np.arange(homes.size)
     if n_batches == 1:
-        return kind, np.full(len(kind), -1, np.int32), schedule.ptr[homes.ravel() + 1]
+        devices = homes[is_first_on_device(homes)]
+        kind = np.arange(len(devices))
+        return kind, np.full(len(kind), -1, np.int32), schedule.ptr[devices + 1]
+    kind = np.arange(homes.size)  # of one path
     size = schedule.n_microbatches // n_batches
     backward = np.flatnonzero((schedule.op == Op.B) | (schedule.op == Op.W))
     last = np.zeros((*homes.shape, n_batches), dtype=np.int64)

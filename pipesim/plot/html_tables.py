@@ -306,7 +306,8 @@ def placement_html(placement: Placement) -> str:
     rows = [[f"device {device}", *map(_stages_text, paths)] for device, paths in enumerate(stages)]
     title = f"Placement of {placement.n_stages} stages on {placement.n_devices} devices"
     if n_paths > 1:
-        title += f", {n_paths} paths; each has a copy of the stages, and equally many micro-batches"
+        own = "stages of its own or shared" if placement.shares_stages else "a copy of the stages"
+        title += f", {n_paths} paths; each has {own}, and equally many micro-batches"
     head = [f"stages of path {k}" for k in range(n_paths)] if n_paths > 1 else ["stages"]
     return (
         note_html(title)

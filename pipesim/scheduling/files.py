@@ -166,6 +166,12 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
             "file cannot hold; write the orders of ps.Schedule.from_orders(schedule.orders), and "
             "give from_orders the placement again after loading"
         )
+    if schedule.placement.shares_stages or schedule.placement.n_paths > 2:
+        raise ScheduleError(
+            f"cannot write {path}: schedule {schedule.name!r} has paths that share stages, or more "
+            "than two, which the file cannot hold; write the texts of schedule.orders, and give "
+            "ps.Schedule.from_orders the placement again"
+        )
     if path.suffix.lower() == ".txt":
         grid = schedule.grid()
         text = f"{grid} {_signature(grid + chr(10))}\n"

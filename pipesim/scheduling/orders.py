@@ -261,6 +261,13 @@ def _two_paths(where: str, home: dict[tuple[int, int], int], n_stages: int) -> P
                 f"{('first', 'second')[half]} half goes through stage {missing}; list it, or give "
                 "each stage one device"
             )
+    for stage in range(n_stages):
+        if paths[0][stage] == paths[1][stage]:
+            raise ScheduleError(
+                f"{where}: stage {stage} lies on device {paths[0][stage]} for all micro-batches, "
+                "and other stages on two devices; in a file of two paths, each has a copy of all "
+                "stages"
+            )
     try:
         return Placement(*([path[stage] for stage in range(n_stages)] for path in paths))
     except ArgumentError as error:

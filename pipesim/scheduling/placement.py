@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -11,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.errors import ArgumentError, check_count, check_name, number
 from pipesim.scheduling.memory_checks import check_microbatches, check_stages
 
 Layout = Literal["replica_major", "stage_major"]
@@ -30,8 +31,9 @@ _EDGES = "[(0, 2), (1, 2)]"
 class Placement:
     """Which device holds which stage; every device holds at least one.
 
-    In a bidirectional placement micro-batches take several paths through the devices, and each
-    path has a copy of the stages.
+    Micro-batches may take several paths through the devices, equally many each. Paths with a stage
+    on different devices have a copy of it each; on one device they share it: its parameters, their
+    gradients and its optimizer step.
 
     Stages are a chain, unless ``edges`` make them a graph: an encoder and a language model, or two
     encoders that feed one model. A stage without an edge from it computes a loss.
@@ -98,12 +100,6 @@ class Placement:
                     f"paths of {len(paths[0])} and of {len(path)} stages (others[{k}]); each "
                     "micro-batch goes through the same stages, so give paths of one length"
                 )
-        for stage, devices in enumerate(zip(*paths, strict=True)):
-            if len(set(devices)) < len(devices):
-                raise ArgumentError(
-                    f"stage {stage} lies on devices {list(devices)}: copies of a stage belong on "
-                    "different devices"
-                )
         used = {device for path in paths for device in path}
         if len(used) != 1 + max(used, default=0):
             idle = next(device for device in itertools.count() if device not in used)
@@ -131,7 +127,7 @@ class Placement:
 
     @cached_property
     def n_paths(self) -> int:
-        """Number of paths, which is the number of copies of each stage."""
+        """Number of paths."""
         return len(self.paths)
 
     @cached_property
@@ -139,10 +135,21 @@ class Placement:
         """Number of devices."""
         return 1 + max(max(path) for path in self.paths)
 
+    @cached_property
+    def shares_stages(self) -> bool:
+        """Whether several paths have a stage on one device."""
+        return not is_first_on_device(np.asarray(self.paths)).all()
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether paths differ in their devices or share stages, unlike those of two directions."""
+        return self.shares_stages or len(set(map(frozenset, self.paths))) > 1
+
     @property
     def n_chunks(self) -> int:
         """Largest number of stages on a device, copies counted."""
-        return int(np.bincount(np.concatenate(self.paths)).max())
+        homes = np.asarray(self.paths)
+        return int(np.bincount(homes[is_first_on_device(homes)]).max())
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """Return the stages that a device holds, path after path, in ascending order.
@@ -168,7 +175,8 @@ class Placement:
                 f"there is no device {device}; the placement has {self.n_devices}, "
                 f"0..{self.n_devices - 1}"
             )
-        return tuple(s for path in self.paths for s, d in enumerate(path) if d == device)
+        stages = (s for path in self.paths for s, d in enumerate(path) if d == device)
+        return tuple(dict.fromkeys(stages))
 
     def path_of(self, n_microbatches: int) -> NDArray[np.int64]:
         """Return the path of each micro-batch: equal shares, the first micro-batches on path 0.
@@ -319,6 +327,73 @@ class Placement:
         return Placement(down, tuple(reversed(down)))
 
     @staticmethod
+    def rerouted(
+        n_devices: int,
+        n_replicas: int,
+        n_microbatches: int,
+        speeds: Mapping[tuple[int, int], float],
+    ) -> Placement:
+        """Place replicas of a pipeline, some of whose workers are dead or slow.
+
+        A worker is the device of a stage in a replica. The micro-batches of each stage are divided
+        over its workers by speed: a worker that takes fewer passes the others to workers of the
+        same stage in other replicas, which have the same weights (ReCycle, arXiv 2405.14009). On
+        each other stage a micro-batch stays in its replica.
+
+        Devices are numbered replica after replica, without workers that take no micro-batch.
+        `Noise.slow_devices` simulates the slow ones.
+
+        Parameters
+        ----------
+        n_devices
+            Number of devices of a replica without failures, which is that of stages.
+        n_replicas
+            Number of data-parallel replicas.
+        n_microbatches
+            Micro-batches of a step over all replicas, a multiple of ``n_replicas``.
+        speeds
+            Relative speed of workers, ``(replica, stage)``: 0 for a dead one, 1 for those that are
+            not listed.
+
+        Returns
+        -------
+        Placement
+            Paths of which each has as many of the ``n_microbatches``.
+
+        Raises
+        ------
+        ArgumentError
+            If a stage has no worker with a speed above 0.
+
+        Examples
+        --------
+        Stage 1 of replica 1 is dead. Device 1 takes its micro-batches, and devices 2 and 3 are
+        stages 0 and 2 of replica 1:
+
+        >>> import pipesim as ps
+        >>> ps.Placement.rerouted(3, n_replicas=2, n_microbatches=8, speeds={(1, 1): 0}).paths
+        ((0, 1, 2), (3, 1, 4))
+        """
+        n_devices = check_count("n_devices", n_devices)
+        n_replicas = check_count("n_replicas", n_replicas)
+        n_microbatches = check_count("n_microbatches", n_microbatches)
+        check_microbatches(n_microbatches)
+        check_stages(n_devices * n_microbatches)
+        if n_microbatches % n_replicas:
+            raise ArgumentError(
+                f"n_microbatches={n_microbatches} are no whole number for each of {n_replicas} "
+                f"replicas; give a multiple of {n_replicas}"
+            )
+        speed = _worker_speeds(n_devices, n_replicas, speeds)
+        own = np.repeat(np.arange(n_replicas), n_microbatches // n_replicas)
+        worker = np.stack([_workers(own, column) for column in speed.T], axis=1)
+        _, device = np.unique(worker * n_devices + np.arange(n_devices), return_inverse=True)
+        routes = np.column_stack([own, device.reshape(worker.shape)])
+        paths, count = np.unique(routes, axis=0, return_counts=True)
+        repeats = count // np.gcd.reduce(count)
+        return Placement(*np.repeat(paths[:, 1:], repeats, axis=0).tolist())
+
+    @staticmethod
     def from_modules(
         modules: Mapping[str, Sequence[int]], feeds: Mapping[str, str | Sequence[str]]
     ) -> Placement:
@@ -378,6 +453,61 @@ class Placement:
                 )
             edges.append((ends[name][1], ends[target][0]))
         return Placement(device_of, edges=edges)
+
+
+def _worker_speeds(n_devices: int, n_replicas: int, speeds: object) -> NDArray[np.float64]:
+    """Return the speed of each worker, checked; shape ``(n_replicas, n_devices)``."""
+    advice = "give the speed of workers (replica, stage), such as {(1, 2): 0} for a dead one"
+    if not isinstance(speeds, Mapping):
+        raise ArgumentError(f"speeds must be a mapping, got {speeds!r:.60}; {advice}")
+    table = np.ones((n_replicas, n_devices))
+    for worker, value in speeds.items():
+        if not isinstance(worker, tuple) or len(worker) != 2:
+            raise ArgumentError(f"speeds: {worker!r:.60} is no worker; {advice}")
+        replica, stage = (
+            check_count(f"speeds: the {name} of a worker", k, 0)
+            for name, k in zip(("replica", "stage"), worker, strict=True)
+        )
+        if replica >= n_replicas or stage >= n_devices:
+            raise ArgumentError(
+                f"speeds has worker ({replica}, {stage}), but there are {n_replicas} replicas of "
+                f"{n_devices} stages; {advice}"
+            )
+        speed = number(value)
+        if speed is None or not 0 <= speed < math.inf:
+            raise ArgumentError(
+                f"speed of worker ({replica}, {stage}) must be finite and >= 0, got {value!r:.60}"
+            )
+        table[replica, stage] = speed
+    for dead in np.flatnonzero(~table.any(axis=0))[:1].tolist():
+        raise ArgumentError(
+            f"all workers of stage {dead} have speed 0, so that none has its weights; leave one "
+            "above 0, or place the stages on fewer devices"
+        )
+    return table
+
+
+def _workers(own: NDArray[np.int64], speed: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the replica whose worker runs each micro-batch on one stage.
+
+    ``own`` is the replica of each micro-batch, in order; ``speed`` that of each worker.
+    """
+    n, n_replicas = len(own), len(speed)
+    m, share = n // n_replicas, np.zeros(n_replicas, dtype=np.int64)
+    alive = np.flatnonzero(speed)
+    share[alive] = n * speed[alive] / speed[alive].sum()
+    for _ in range(n - int(share.sum())):  # the worker that then ends first takes one more
+        share[alive[np.argmin((share[alive] + 1) / speed[alive])]] += 1
+    kept = np.minimum(share, m)[own]
+    place = np.arange(n) % m
+    passed = np.flatnonzero((place + 1) * kept // m == place * kept // m)
+    passed = passed[np.lexsort((own[passed], place[passed]))]
+    more = np.maximum(share - m, 0)
+    takers = np.repeat(np.arange(n_replicas), more)
+    turn = np.concatenate([(np.arange(k) + 0.5) / max(k, 1) for k in more])
+    workers = own.copy()
+    workers[passed] = takers[np.argsort(turn, kind="stable")]
+    return workers
 
 
 def _names(names: object) -> list[object]:
@@ -454,6 +584,22 @@ def skip_edges(edges: Edges) -> Edges:
 @lru_cache(maxsize=32)
 def _placement(device_of: tuple[int, ...]) -> Placement:
     return Placement(device_of)
+
+
+def is_first_on_device(homes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether each path, or replica, is the first with each stage on its device.
+
+    Others share that stage. ``homes`` has the device of each stage, and the result has its shape:
+    ``(n_paths, n_stages)``.
+
+    >>> is_first_on_device(np.array([[0, 1], [2, 1]])).tolist()
+    [[True, True], [True, False]]
+    """
+    n_stages = homes.shape[1]
+    _, first = np.unique(homes * n_stages + np.arange(n_stages), return_index=True)
+    is_first = np.zeros(homes.shape, dtype=bool)
+    is_first.flat[first] = True
+    return is_first
 
 
 def replica_devices(n_replicas: int, n_devices: int, layout: Layout) -> NDArray[np.int64]:

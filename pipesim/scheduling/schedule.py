@@ -341,9 +341,9 @@ class Schedule:
         Raises
         ------
         ScheduleError
-            If there are several mini-batches, weight versions, slices of a sequence or edges of
-            stages, which neither form can hold. For a CSV, if there are recomputes, which only a
-            grid can hold.
+            If there are several mini-batches, weight versions, slices of a sequence, edges of
+            stages, or paths that share stages or are more than two, which neither form can hold.
+            For a CSV, if there are recomputes, which only a grid can hold.
         """
         from pipesim.scheduling.files import write_schedule
 

@@ -137,9 +137,9 @@ class StaticBytes(NamedTuple):
 
 def static_parts(graph: TaskGraph, costs: Costs) -> StaticBytes:
     """Return the parts of `static`."""
-    homes = graph.homes.ravel()
-    parts = (np.broadcast_to(part, graph.homes.shape) for part in _stage_parts(graph, costs))
-    return StaticBytes(*(bincount(homes, part.ravel(), graph.n_devices) for part in parts))
+    homes, holds = graph.homes, graph.kinds.holds
+    parts = (np.broadcast_to(part, homes.shape) for part in _stage_parts(graph, costs))
+    return StaticBytes(*(bincount(homes[holds], part[holds], graph.n_devices) for part in parts))
 
 
 def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
@@ -155,7 +155,8 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     parameters, gradients, optimizer = _stage_parts(graph, costs)
     with np.errstate(over="ignore"):
         held = parameters + gradients + optimizer
-    return finite_bytes(bincount(graph.homes.ravel(), held.ravel(), graph.n_devices))
+    holds = graph.kinds.holds
+    return finite_bytes(bincount(graph.homes[holds], held[holds], graph.n_devices))
 
 
 def _stage_parts(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:

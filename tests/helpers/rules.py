@@ -29,6 +29,12 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     of_stage: dict[tuple[int, int], list[Any]] = defaultdict(list)
     for task in tasks:
         of_stage[task.replica, task.stage].append(task)
+    #: Tasks of the stage of each replica, and of all others that have it on the same device.
+    of_shared = {
+        (r, s): [t for other in range(graph.n_replicas) for t in of_stage[other, s]
+                 if graph.homes[other, s] == graph.homes[r, s]]
+        for r, s in list(of_stage)
+    }  # fmt: skip
     needs: list[set[int]] = []
     for task in tasks:
         _, op, device, _, stage, m, replica, _, part = task
@@ -55,11 +61,11 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
         def of_batch(*ops: Op, m: int | None = m, r: int = replica, s: int = stage) -> set[int]:
             batch = range(graph.n_microbatches) if m is None else range(m + 1 - size, m + 1)
             last: dict[tuple[Op, int | None], int] = {}
-            for t in of_stage[r, s]:
+            for t in of_shared.get((r, s), ()):
                 if t.op in (Op.B, Op.W):  # of segments the last
                     last[t.op, t.microbatch] = max(t.part, last.get((t.op, t.microbatch), -1))
             return {
-                t.id for t in of_stage[r, s]
+                t.id for t in of_shared.get((r, s), ())
                 if t.op in ops and (t.microbatch is None or t.microbatch in batch)
                 and t.part == last.get((t.op, t.microbatch), t.part)
             }  # fmt: skip

@@ -107,7 +107,7 @@ def placements(draw: st.DrawFn, only_chains: bool = False) -> Placement:
 @st.composite
 def _chains(draw: st.DrawFn) -> Placement:
     """Linear, looped, V and bidirectional ones, and any other that leaves no device empty."""
-    kind = draw(st.sampled_from(["linear", "looped", "v", "any", "bidirectional"]))
+    kind = draw(st.sampled_from(["linear", "looped", "v", "any", "bidirectional", "shared"]))
     n_devices = draw(device_counts)
     if kind == "linear":
         return ps.Placement.linear(n_devices)
@@ -117,6 +117,12 @@ def _chains(draw: st.DrawFn) -> Placement:
         return ps.Placement.v_shaped(n_devices)
     if kind == "bidirectional":
         return ps.Placement.bidirectional(2 * draw(st.integers(1, 2)))
+    if kind == "shared":  # two or three paths, which share any stages
+        number = st.integers(0, n_devices - 1)
+        paths = [[draw(number) for _ in range(draw(st.integers(1, 3)))]]
+        paths += [[draw(number) for _ in paths[0]] for _ in range(draw(st.integers(1, 2)))]
+        names = sorted({device for path in paths for device in path})
+        return Placement(*([names.index(device) for device in path] for path in paths))
     others = draw(st.lists(st.integers(0, n_devices - 1), max_size=3))
     return Placement(draw(st.permutations([*range(n_devices), *others])))
 
@@ -159,7 +165,7 @@ def custom_schedules(
     n_microbatches = draw(st.integers(placement.n_paths, max_microbatches))
     n_slices = draw(st.sampled_from([1, 1, 1, 2]))
     if n_slices > 1:
-        n_microbatches = n_slices * draw(st.integers(placement.n_paths, 2))
+        n_microbatches = n_slices * draw(st.integers(placement.n_paths, max(2, placement.n_paths)))
     path = placement.path_of(n_microbatches)
     cells = [(s, m) for s in range(placement.n_stages) for m in range(n_microbatches)]
     split = draw(st.sampled_from(["none", "all", "some"]))
@@ -273,7 +279,7 @@ def decode_steps(
 @st.composite
 def experts(draw: st.DrawFn, schedule: ps.Schedule, options: dict[str, Any]) -> dict[str, Any]:
     """Layers with experts of some stages, and replicas that exchange their tokens."""
-    if draw(st.booleans()):
+    if schedule.placement.has_replicas or draw(st.booleans()):
         return {}
     counts = [st.just(0) if s in options.get("sharded", []) else st.sampled_from([0, 1, 2])
               for s in range(schedule.n_stages)]  # fmt: skip
@@ -318,7 +324,8 @@ def device_collectives(
         return {}
     dense = sorted(set(range(schedule.n_stages)) - set(replicas.get("sharded", [])))
     options: dict[str, Any] = {"grad_norm": step == "flush" and draw(st.booleans())}
-    if len(dense) > 1 and replicas.get("shard_parameters", "none") == "none":
+    separate = not schedule.placement.shares_stages
+    if len(dense) > 1 and separate and replicas.get("shard_parameters", "none") == "none":
         group = st.sets(st.sampled_from(dense), min_size=2, max_size=3).map(sorted)
         options["tied"] = draw(st.lists(group, max_size=2))
     return options

@@ -272,6 +272,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "feeds": {"vision": "language", "audio": "language"}},
     "ps.Placement.linear": lambda _: {"n_devices": 2},
     "ps.Placement.looped": lambda _: {"n_devices": 2, "n_chunks": 2},
+    "ps.Placement.rerouted": lambda _: {
+        "n_devices": 2, "n_replicas": 2, "n_microbatches": 4, "speeds": {(0, 1): 0.5},
+    },
     "ps.Placement.v_shaped": lambda _: {"n_devices": 2},
     "ps.Placement.waves": lambda _: {"n_devices": 2, "n_waves": 1},
     "ps.Placement": lambda _: {"device_of": [0, 1]},

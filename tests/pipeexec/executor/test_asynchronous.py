@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,6 +58,34 @@ def test_copies_of_a_stage_learn_the_same(options: dict[str, Any]) -> None:
             assert_same([first], [second])
     assert actual.timeline.complete
     assert actual.peak_held == ((1, 1) if options == {"recompute": "always"} else (3, 3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_norm": True, "recompute": "always"},
+        {"n_replicas": 2, "grad_sync": "bucketed", "n_buckets": 2},
+    ],
+)
+def test_paths_that_share_a_stage_train_one_module(options: dict[str, Any]) -> None:
+    """Around a failed worker: after two steps, the stages are where those of one pipeline are."""
+    placement = ps.Placement.rerouted(2, 2, 4, {(1, 1): 0})
+    stages = cut(dense(2), [1, 1])
+    others, (inputs, targets) = copy.deepcopy(stages), data(16)
+    graph, plain = ps.lower(ps.order_by(placement, 4), **options), ps.schedule("gpipe", 2, 4)
+    with (
+        pipeline(stages, graph, mse, sgd) as rerouted,
+        pipeline(others, ps.lower(plain), mse, sgd) as one,
+    ):
+        for _ in range(2):
+            actual = call_within(30, partial(rerouted.step, inputs, targets))
+            torch.testing.assert_close(actual.loss, one.step(inputs, targets).loss)
+        for p, q in zip(
+            nn.ModuleList(stages).parameters(), nn.ModuleList(others).parameters(), strict=True
+        ):
+            torch.testing.assert_close(p, q)
+        held = rerouted.held_bytes(inputs, targets)
+        assert [nbytes > 0 for nbytes in held] == graph.kinds.holds.ravel().tolist()
 
 
 def test_copies_follow_the_stages() -> None:

@@ -129,12 +129,13 @@ def test_orders_run_within_their_limits(data: st.DataObject) -> None:
     in_flight = [data.draw(st.integers(1, 3)) for _ in range(placement.n_stages)]
     priority = data.draw(st.one_of(st.sampled_from(sorted(PRIORITIES)), st.builds(scrambled)))
     split = data.draw(st.booleans())
+    limit = data.draw(st.sampled_from([limits, None]))
     schedule = ps.order_by(
         placement,
         data.draw(st.integers(placement.n_paths, 5)),
         prices,
         priority=priority,
-        activation_limit=data.draw(st.sampled_from([limits, None])),
+        activation_limit=None if placement.shares_stages else limit,
         in_flight=data.draw(st.sampled_from([in_flight, None])),
         split_backward=split,
         patience=data.draw(st.sampled_from([0, 0.5, 2])),
@@ -197,7 +198,7 @@ def test_orders_do_not_depend_on_the_unit(data: st.DataObject) -> None:
 @given(st.data())
 def test_compiled_orders_are_those_of_a_function(data: st.DataObject) -> None:
     """A priority with a name runs compiled, and as a function of the user as Python."""
-    placement = data.draw(placements())
+    placement = data.draw(placements().filter(lambda x: not x.shares_stages))
     prices = data.draw(costs(placement.n_stages, placement.n_devices))
     limits = [x * data.draw(st.sampled_from([1, 1.5, 3])) for x in bytes_of_one(placement, prices)]
     functions: dict[str, Any] = {

@@ -145,9 +145,11 @@ def test_compute_order_is_the_schedules(case: Lowering) -> None:
 def test_counts(case: Lowering) -> None:
     """As many R, messages and steps as the options say, and where they say."""
     schedule, options = case
-    graph = ps.lower(schedule, **options | {"forward_only": False, "expert_layers": ()})
+    plain = {"forward_only": False, "prompt_slices": 0, "expert_layers": ()}
+    graph = ps.lower(schedule, **options | plain)
     paths, m = schedule.placement.paths, schedule.n_microbatches
-    replicas, n_paths = options["n_replicas"], schedule.placement.n_paths
+    replicas = options["n_replicas"]
+    copies = [replicas * len(set(devices)) for devices in zip(*paths, strict=True)]
     edges = schedule.placement.edges or list(itertools.pairwise(range(schedule.n_stages)))
     crossings = replicas * sum(
         sum(paths[path][a] != paths[path][b] for a, b in edges)
@@ -157,11 +159,11 @@ def test_counts(case: Lowering) -> None:
     n_listed = int((~np.isin(listed, options.get("sharded", ()))).sum())
     recomputed = {"never": 0, "always": m, "except_last": m - 1}.get(options["recompute"])
     counted = {op: int((graph.op == op).sum()) for op in Op}
-    sharded, copies = len(options.get("sharded", ())), replicas * n_paths
+    sharded = len(options.get("sharded", ()))
     whole = schedule.n_stages - sharded
     n_recomputes = n_listed if recomputed is None else recomputed * whole
     assert counted[Op.R] == replicas * n_recomputes
-    n_steps = replicas * n_paths * schedule.n_stages * schedule.n_batches
+    n_steps = sum(copies) * schedule.n_batches
     assert counted[Op.STEP] == (n_steps if options["step"] == "flush" else 0)
     syncs, n_batches = options["grad_sync"], schedule.n_batches
     if isinstance(syncs, dict):
@@ -169,11 +171,11 @@ def test_counts(case: Lowering) -> None:
     syncs = syncs if isinstance(syncs, list) else [syncs] * schedule.n_stages
     a_stage = {"last": n_batches, "every": m, "bucketed": n_batches * options.get("n_buckets", 0)}
     reductions = sum(
-        a_stage[sync] if sync in a_stage else m // sync
-        for stage, sync in enumerate(syncs)
-        if stage not in options.get("sharded", ())
+        n * (a_stage[sync] if sync in a_stage else m // sync)
+        for stage, (sync, n) in enumerate(zip(syncs, copies, strict=True))
+        if n > 1 and stage not in options.get("sharded", ())
     )
-    assert counted[Op.REDUCE_GRAD] == (reductions * copies if copies > 1 else 0)
+    assert counted[Op.REDUCE_GRAD] == reductions
     once = options.get("sparse_grad_sync") == "last"
     exchanges = 3 * m + 1 if once else 4 * m
     assert counted[Op.ALL_TO_ALL] == exchanges * replicas * sharded
@@ -181,11 +183,12 @@ def test_counts(case: Lowering) -> None:
     assert (counted[Op.DISPATCH], counted[Op.REORDER]) == (own, 2 * own)
     early = options.get("gather_parameters") == "before_forward"
     gathers = options.get("shard_optimizer") and (early or options["step"] == "flush")
+    least = sum(copies) - sharded * replicas
     if options.get("shard_parameters", "none") == "none":
-        assert (counted[Op.UNSHARD], counted[Op.RESHARD]) == (whole * copies if gathers else 0, 0)
+        assert (counted[Op.UNSHARD], counted[Op.RESHARD]) == (least if gathers else 0, 0)
     else:  # at least once, at most for each F and each backward
         assert counted[Op.UNSHARD] == counted[Op.RESHARD]
-        assert whole * copies <= counted[Op.UNSHARD] <= 2 * m * whole * copies
+        assert least <= counted[Op.UNSHARD] <= 2 * m * least
     assert [counted[op] for op in sorted(TRANSFERS)] == [crossings] * 4
     n_collective = sum(counted[op] for op in (*COLLECTIVES, *COPIES))
     assert counted[Op.OFFLOAD] == counted[Op.RELOAD]
@@ -301,12 +304,14 @@ def test_replicas_are_alike(case: Lowering) -> None:
             assert len({task.device for task in members}) == len(members)
             assert len({task.part for task in members}) == 1
             continue
-        first, step, n_members = 0, 1, 3 * n_paths
-        if members[0].op == Op.ALL_TO_ALL and members[0].part >= len(EXCHANGES):  # of experts
-            step, n_members = n_paths, options["expert_replicas"] or 3
-            first = min(task.replica for task in members)
+        devices = [path[members[0].stage] for path in schedule.placement.paths]
+        firsts = [devices.index(device) for device in dict.fromkeys(devices)]
+        expected = [n_paths * copy + path for copy in range(3) for path in firsts]
         members_of = sorted(task.replica for task in members)
-        assert members_of == [first + step * place for place in range(n_members)]
+        if members[0].op == Op.ALL_TO_ALL and members[0].part >= len(EXCHANGES):  # of experts
+            n_members = options["expert_replicas"] or 3
+            expected = [members_of[0] + n_paths * place for place in range(n_members)]
+        assert members_of == expected
         assert len({task.action for task in members}) == 1
 
 

@@ -254,7 +254,7 @@ def test_a_misplaced_action_is_no_second_path(tmp_path: Path, content: str, word
 def test_a_file_of_two_paths_that_fit_no_placement(tmp_path: Path) -> None:
     """Copies of the middle stage on one device are refused with the name of the file."""
     rows = "0F0,0B0,2F1,2B1\n1F0,1B0,1F1,1B1\n2F0,2B0,0F1,0B1\n"
-    with pytest.raises(ScheduleError, match=r"lab.txt: stage 1 lies on devices \[1, 1\]"):
+    with pytest.raises(ScheduleError, match=r"lab.txt: stage 1 lies on device 1 for all"):
         load(tmp_path, rows)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from strategies import placements
@@ -33,10 +35,8 @@ def test_devices_share_the_stages_out(placement: Placement) -> None:
     """Every stage is on one device of each path, every device has one, and all agree."""
     held = [placement.stages_of(device) for device in range(placement.n_devices)]
     assert all(held)
-    wanted = sorted(list(range(placement.n_stages)) * placement.n_paths)
-    assert sorted(s for stages in held for s in stages) == wanted
-    for device, stages in enumerate(held):
-        assert all(any(path[s] == device for path in placement.paths) for s in stages)
+    wanted = {(device, s) for path in placement.paths for s, device in enumerate(path)}
+    assert sorted((d, s) for d, stages in enumerate(held) for s in stages) == sorted(wanted)
     assert placement.device_of == placement.paths[0]
     assert sorted(placement.path_of(7)) == placement.path_of(7).tolist()
     assert placement.n_chunks == max(map(len, held))
@@ -83,6 +83,39 @@ def test_bidirectional() -> None:
     assert placement.path_of(3).tolist() == [0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("speeds", "paths"),
+    [
+        ({}, ((0, 1), (2, 3), (4, 5))),
+        ({(1, 1): 0}, ((0, 1), (0, 1), (2, 1), (2, 4), (3, 4), (3, 4))),
+        ({(1, 1): 0, (0, 1): 0}, ((0, 3), (1, 3), (2, 3))),
+        ({(2, 0): 0.4}, ((0, 1),) * 4 + ((2, 3),) * 4 + ((0, 5), (2, 5), (4, 5), (4, 5))),
+    ],
+)
+def test_rerouted(speeds: dict[tuple[int, int], float], paths: tuple[tuple[int, ...], ...]) -> None:
+    """Written out: peers take equal parts of a dead worker's micro-batches, a slow one keeps some.
+
+    With speed 0.4 the worker takes 2 of 12 micro-batches, as 2 / 0.4 = 5, and the others 5 each.
+    """
+    assert ps.Placement.rerouted(2, 3, 12, speeds).paths == paths
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 3, 10, {}), "n_microbatches=10 are no whole number .* give a multiple of 3"),
+        ((2, 3, 12, [(0, 1)]), "speeds must be a mapping"),
+        ((2, 3, 12, {1: 0}), "1 is no worker; give the speed of workers"),
+        ((2, 3, 12, {(3, 0): 0}), r"worker \(3, 0\), but there are 3 replicas of 2 stages"),
+        ((2, 3, 12, {(0, 0): -1}), r"speed of worker \(0, 0\) must be finite and >= 0, got -1"),
+        ((2, 1, 12, {(0, 1): 0}), "all workers of stage 1 have speed 0"),
+    ],
+)
+def test_bad_speeds(arguments: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        ps.Placement.rerouted(*arguments)
+
+
 def test_waves() -> None:
     """Down and up as often as there are waves; one wave is a V."""
     assert ps.Placement.waves(2, 2).device_of == (0, 1, 1, 0, 0, 1, 1, 0)
@@ -90,11 +123,9 @@ def test_waves() -> None:
 
 
 def test_bad_paths() -> None:
-    """Paths of other length, a stage twice on a device, an odd number of devices."""
+    """Paths of other length, no numbers, an odd number of devices."""
     with pytest.raises(ArgumentError, match="paths of 2 and of 1 stages"):
         Placement([0, 1], [0])
-    with pytest.raises(ArgumentError, match=r"stage 1 lies on devices \[1, 1\]: copies of a stage"):
-        Placement([0, 1, 2], [2, 1, 0])
     with pytest.raises(ArgumentError, match=r"stage 1 in others\[0\] must be .* got 'x'"):
         Placement([0, 1], [1, "x"])  # type: ignore[list-item]
     with pytest.raises(ArgumentError, match=r"no device 2; the placement has 2, 0\.\.1"):
