@@ -36,7 +36,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from _machine import ROOT, publish, table
-from scipy import stats
 
 import pipesim as ps
 from pipesim.analysis.replay import replay_costs
@@ -112,6 +111,8 @@ def medians(earlier: pd.DataFrame, tasks: pd.DataFrame) -> pd.DataFrame:
 
 def by_lengths(earlier: pd.DataFrame, tasks: pd.DataFrame) -> pd.DataFrame:
     """Return `medians`, but seconds of F and B by a line over those of the first stage's F."""
+    from scipy import stats  # takes a second, which those that import this file do without
+
     predicted = medians(earlier, tasks)
     for kind, own in earlier[earlier["op"].isin(COMPUTE)].groupby(KIND):
         slope, intercept = stats.siegelslopes(own["duration"], own["first"])

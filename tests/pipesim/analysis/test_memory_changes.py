@@ -41,11 +41,20 @@ def stage_costs(**changes: Any) -> ps.Costs:
 
 
 def table_of(
-    costs: ps.Costs, schedule: ps.Schedule, limit: Any, *, every: bool = True, **lowering: Any
+    costs: ps.Costs,
+    schedule: ps.Schedule,
+    limit: Any,
+    *,
+    every: bool = True,
+    quick: bool = False,
+    **lowering: Any,
 ) -> dict[str, tuple[float, float, bool]]:
-    """Return makespan, peak memory and fit of each change, by its text."""
+    """Return makespan, peak memory and fit of each change, by its text.
+
+    With ``quick``, of no other schedules, which take most of the time.
+    """
     timeline = predict_timeline(ps.lower(schedule, **lowering), costs, memory_limit=limit)
-    table = timeline.memory.changes_that_fit(every=every)
+    table = timeline.memory.changes_that_fit(every=every, quick=quick)
     columns = ["change", "makespan", "relative", "peak_memory", "fits", "note"]
     assert list(table.columns) == columns
     is_slow = table["change"].str.contains("offload") & (table["relative"] > 1)
@@ -165,7 +174,7 @@ def test_experts_on_more_gpus(segments: bool) -> None:
 
     limit = simulated(graph(2), costs(2), 0)[1]
     timeline = predict_timeline(graph(1), costs(1), memory_limit=limit)
-    table = timeline.memory.changes_that_fit(every=True).set_index("change")
+    table = timeline.memory.changes_that_fit(every=True, quick=True).set_index("change")
     row = table.loc["expert_parallel=2"]
     assert (row["makespan"], row["peak_memory"], row["fits"]) == simulated(
         graph(2), costs(2), limit
@@ -278,7 +287,7 @@ def test_an_offload_that_does_not_pay() -> None:
     costs = replace(COSTS, offload=3, reload=3)
     timeline = predict_timeline(ps.lower(ps.schedule("gpipe", 1, 2), prefetch=0), costs,
                                 memory_limit=15)  # fmt: skip
-    table = timeline.memory.changes_that_fit(every=True).set_index("change")
+    table = timeline.memory.changes_that_fit(every=True, quick=True).set_index("change")
     row = table.loc["offload='all'"]
     assert row["makespan"] == 9
     assert row["note"] == "copies of device 0 take 6.00 s, of which 3.00 s hide behind compute"
@@ -308,7 +317,7 @@ def test_changed_costs_stay_changed() -> None:
     schedule = ps.schedule("1f1b", 2, 4)
     makespan, peak, _ = simulated(ps.lower(schedule), wanted, 1e7)
     for share, fits in ((1.05, False), (1.15, True)):
-        got = table_of(own, schedule, share * peak)["recompute='full'"]
+        got = table_of(own, schedule, share * peak, quick=True)["recompute='full'"]
         assert got == pytest.approx((makespan, peak, fits))
 
 
@@ -325,7 +334,7 @@ def test_options_of_schedules_stay() -> None:
     )  # fmt: skip
     again = ps.schedule("zb_1p", 2, 4, costs=half, memory_limit=12)
     key = "n_microbatches=4, at a half of the seconds and bytes of a micro-batch"
-    assert table_of(costs, order, 9)[key] == simulated(ps.lower(again), half, 9)
+    assert table_of(costs, order, 9, quick=True)[key] == simulated(ps.lower(again), half, 9)
 
 
 @pytest.mark.slow
@@ -333,7 +342,7 @@ def test_reductions_stay_as_far_apart() -> None:
     """With twice as many micro-batches, after twice as many of them."""
     costs = replace(COSTS, reduce_grad=9)
     options: dict[str, Any] = {"n_replicas": 2}
-    got = table_of(costs, ps.schedule("1f1b", 2, 8), 20, grad_sync="2/2", **options)
+    got = table_of(costs, ps.schedule("1f1b", 2, 8), 20, quick=True, grad_sync="2/2", **options)
     half = replace(costs, forward=0.5, backward=1, activation_bytes=2.5)
     graph = ps.lower(ps.schedule("1f1b", 2, 16), grad_sync=4, **options)
     key = "n_microbatches=16, at a half of the seconds and bytes of a micro-batch"
