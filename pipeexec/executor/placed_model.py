@@ -38,6 +38,7 @@ from pipeexec.stages.sequence_slices import (
 )
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
+from pipesim.scheduling.placement import stage_pairs
 
 
 def make_pipeline_devices(
@@ -96,7 +97,7 @@ def check_stages(
                 f"{type(module).__name__} takes {most}; let it take the outputs of these stages in "
                 "this order, or leave an edge out"
             )
-        if isinstance(module, SplitStage) and module.number == 0:
+        if isinstance(module, SplitStage) and module.number == 0 and not module.returns_gradients:
             _check_untrained_before(index, stages, graph)
         for name, parameter in () if module is None else module.named_parameters():
             if owner.setdefault(parameter, index) != index:
@@ -111,9 +112,10 @@ def check_stages(
 def _check_untrained_before(
     index: int, stages: Sequence[nn.Module | None], graph: TaskGraph
 ) -> None:
-    """Raise if a stage that returns no gradients has stages to train before it in a graph."""
+    """Raise if a stage that returns no gradients has stages to train before it."""
     before = {index}
-    for source, target in reversed(graph.edges):  # the last source first
+    pairs = stage_pairs(graph.edges, graph.n_stages).tolist()
+    for source, target in reversed(pairs):  # the last source first
         before |= {source} if target in before else set()
     for number in sorted(before - {index}):
         module = stages[number]
@@ -121,7 +123,8 @@ def _check_untrained_before(
             raise ArgumentError(
                 f"stage {index} is the first of a model cut by pipeexec.split, which returns no "
                 f"gradients of its inputs, and stage {number} before it has parameters to train; "
-                "cut the model by hand, or set their requires_grad to False"
+                "split with a sample whose tensors of these inputs require gradients, or set "
+                "requires_grad of the parameters to False"
             )
 
 

@@ -75,6 +75,8 @@ class Skeleton:
         self.refused, self.arguments = refused, arguments
         self.names = tuple(call.name for call in flow.calls)
         self.dtypes = tuple(x.dtype for x in tensors_in(arguments))
+        #: Numbers of the inputs that get a gradient: those that require one in the sample.
+        self.trained = {k for k, x in enumerate(tensors_in(arguments)) if x.requires_grad}
         self.empty, self._is_training = empty, model.training
         # Values that need no gradient, whichever parameters are trained later.
         trains = not torch.is_inference_mode_enabled() and all(

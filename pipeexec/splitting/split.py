@@ -152,7 +152,8 @@ def split(
         with which stages begin; or a layout string of Megatron-LM, such as ``"Et*3|(t*4|)*2t*3L"``.
     sample
         A batch: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Tensors
-        may be of any size, of later batches too. Other values hold for all batches.
+        may be of any size, of later batches too. Those that require gradients get them, for stages
+        of a pipeline before those of the split. Other values hold for all batches.
     balance
         Quantity that is divided equally among a number of stages. Of all but blocks, the stage with
         the most has as little as possible:

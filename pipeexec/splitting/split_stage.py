@@ -221,6 +221,11 @@ class SplitStage(nn.Module):
         model = self._skeleton.model
         return model.source if isinstance(model, ExportedModel) else model
 
+    @property
+    def returns_gradients(self) -> bool:
+        """Whether the stages return gradients of inputs of the model."""
+        return bool(self._skeleton.trained)
+
     def model_name(self, name: str) -> str:
         """Return the name in the model of a parameter or buffer of this stage."""
         name, model = name.removeprefix("model."), self._skeleton.model
@@ -320,7 +325,8 @@ class SplitStage(nn.Module):
     def _for_code(self, source: Source) -> Tensor:
         """Return a value for the model's code: a copy, if the code writes to it."""
         value = self._values[source].tensor
-        if source.kind == "input" and value.requires_grad:  # no stage returns its gradient
+        is_input = source.kind == "input"
+        if is_input and value.requires_grad and source.number not in self._skeleton.trained:
             value = value.detach()
         return value.clone() if source in self._written else value
 

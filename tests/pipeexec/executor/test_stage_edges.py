@@ -103,6 +103,27 @@ def test_steps_are_those_of_the_unsplit_model(subject: ps.TaskGraph, replicas: i
         assert_close([pipe.predict(dict(reversed(INPUTS.items())))], [output])
 
 
+class Skip(nn.Sequential):
+    """Two layers, and the input beside the second."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self[0](x)) * x + self[1](x)
+
+
+def test_an_encoder_before_a_split_model_trains() -> None:
+    """Both stages of the split return gradients of its input to the encoder."""
+    model, encoder = Skip(), Mix(1, 1)
+    loss = mse(model(encoder(IMAGES)), TARGETS)
+    its = [loss.detach(), *torch.autograd.grad(loss, list(encoder.parameters()))]
+    cut = px.split(model, 2, sample=IMAGES[:2].clone().requires_grad_(), check=False)
+    with pipeline([encoder, *cut], ps.lower(ps.schedule("zb_h1", 3, 3)), mse) as pipe:
+        own = [pipe.step(IMAGES, TARGETS).loss]
+    assert_close([*own, *(p.grad for p in encoder.parameters())], its)
+
+
 def of_rank(processes: Processes) -> tuple[Tensor, dict[int, list[Tensor]]]:
     """Return the loss, and the gradients of the stages of this process, which has one encoder."""
     subject = graph([0, 1, 0, 1, 0], split=True)
@@ -155,6 +176,8 @@ def test_stages_that_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"stage 2 has edges from stages 0, 1.* takes 1"):
         pipeline(model, graph([0, 1, 0, 1, 0]), mse)
     cut = px.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, sample=IMAGES)
+    with pytest.raises(ArgumentError, match=r"stage 0 before it .* with a sample whose"):
+        pipeline([Mix(1, 1), *cut], ps.lower(ps.schedule("1f1b", 3, 2)), mse)
     fed = ps.lower(ps.order_by(ps.Placement([0, 1, 1], edges=[(0, 1), (0, 2), (1, 2)]), 2))
     with pytest.raises(
         ArgumentError, match=r"stage 1 is the first of a model cut .* stage 0 before"
