@@ -494,7 +494,7 @@ class _Follow(TorchDispatchMode):
 def _random_states() -> tuple[object, ...]:
     """Return the states of the generators of Python and numpy."""
     state = np.random.get_state(legacy=False)  # noqa: NPY002 - of the user's code
-    return random.getstate(), repr(state["state"]["key"].tobytes()), state["state"]["pos"]
+    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"]
 
 
 def _signatures(module: nn.Module) -> dict[str, tuple[int, ...]]:

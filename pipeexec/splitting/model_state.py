@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -53,16 +54,11 @@ class ModelState:
             )
             for x in modules.values()
         ]
-        tensors = {
-            id(value): value
-            for module in modules.values()
-            for _, value in attributes(module)
-            if isinstance(value, Tensor) and not is_missing(value)
-        }
+        values = [value for module in modules.values() for _, value in attributes(module)]
+        tensors = {id(x): x for x in values if isinstance(x, Tensor) and not is_missing(x)}
         self._tensors = [
             (x, x._version, x.detach().clone()) for x in tensors.values() if not x.is_meta
         ]
-        values = (value for module in modules.values() for _, value in attributes(module))
         self._generators = {
             id(x): (x, state) for x in values if (state := _generator_state(x)) is not None
         }
@@ -120,8 +116,9 @@ class ModelState:
         """Let everything be as it was, but for parameters."""
         for module, before, containers in self._kept:
             for container, copy in containers:
-                if len(container) != len(copy) or any(
-                    a is not b for a, b in zip(contents(container), contents(copy), strict=True)
+                if (container or copy) and (  # most are empty
+                    len(container) != len(copy)
+                    or any(map(operator.is_not, contents(container), contents(copy)))
                 ):
                     refill(container, copy)
             module.__dict__.clear()
