@@ -80,11 +80,14 @@ def test_equal_to_the_unsplit_model(name: str, schedule: str, recompute: str) ->
     check(graph_of(schedule, recompute), name)
 
 
-@pytest.mark.parametrize("name", ["spectral_norm", "n += 1", "n = n + 1"])
 @pytest.mark.parametrize(
-    "options",
-    [{"recompute_first": True}, {"offload": "all"}, {"hosts": "one"}, {"overlap": False}],
-    ids=lambda options: next(iter(options)),
+    ("name", "options"),
+    covering(
+        product(
+            ["spectral_norm", "n += 1", "n = n + 1"],
+            [{"recompute_first": True}, {"offload": "all"}, {"hosts": "one"}, {"overlap": False}],
+        )
+    ),
 )
 def test_other_graphs(name: str, options: dict[str, Any]) -> None:
     check(graph_of("gpipe", **options), name)
@@ -95,8 +98,10 @@ def test_many_microbatches_in_flight(name: str) -> None:
     check(graph_of("gpipe", m=24), name)
 
 
-@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
-@pytest.mark.parametrize("name", ["parametrized", "n = n + 1", "n += 1", "codebook"])
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    covering(product(["chimera", "dualpipe"], ["parametrized", "n = n + 1", "n += 1", "codebook"])),
+)
 def test_copies_of_stages_compute_as_without_recompute(name: str, schedule: str) -> None:
     """Each path of a bidirectional schedule has its own buffers."""
     _compare_with_never(name, lambda mode: graph_of(schedule, mode, m=4))
