@@ -409,7 +409,7 @@ answers = []
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for nodes in (None, ps.Nodes(2, port_bandwidth=2, nic_bandwidth=1, n_nics=1)):
-        graph = ps.lower(ps.schedule("1f1b", 4, 40), recompute="always", n_replicas=2)
+        graph = ps.lower(ps.schedule("1f1b", 4, 16), recompute="always", n_replicas=2)
         network = ps.Network(nodes=nodes)
         costs = ps.Costs(1, 2, launch=.01, output_bytes=1, parameter_bytes=1, network=network)
         draw = ps.simulation
