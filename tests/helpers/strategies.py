@@ -523,7 +523,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
 def unequal_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
     """Return a case whose micro-batches differ, or those of all replicas, in some fields."""
     graph, drawn = draw(cases(**fixed))
-    n_copies = 1 + int(copy_of_replicas(graph.homes)[-1])
+    n_copies = 1 + int(copy_of_replicas(graph.homes).max())
     n = graph.n_microbatches * draw(st.sampled_from([1, n_copies]))
     rows = draw(st.sampled_from([1, graph.n_stages]))
     names = st.sampled_from([name for name, row in STAGE_ROWS.items() if row.varies])
