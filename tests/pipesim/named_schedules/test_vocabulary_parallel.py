@@ -36,6 +36,7 @@ def test_two_devices() -> None:
         0 | 2F0 2F1 4F0 2F2 4B0 4F1 ..  4B1 4F2 2B0 2B0 4B2 ..  2B1 2B1 ..  2B2 2B2
         1 | ..  3F0 5F0 3F1 5B0 5F1 3F2 3B0 3B0 5B1 5F2 3B1 3B1 5B2 3B2 3B2 ..  ..
     """)
+    assert timeline.why.idle_by_cause().sum(axis=1).tolist() == timeline.idle.tolist()
 
 
 def test_stages_and_edges() -> None:
