@@ -76,6 +76,9 @@ def test_a_stage_of_two_modules_has_the_sums() -> None:
         assert sum(getattr(together, name)) == pytest.approx(sum(getattr(apart, name)), rel=1e-3)
     one = costs([16], **ends)
     assert one.forward[0] == pytest.approx(sum(apart.forward))  # type: ignore[index,arg-type]
+    for name in ("forward_workspace_bytes", "backward_workspace_bytes"):
+        (first, last), kept = getattr(apart, name), apart.activation_bytes[1]  # type: ignore[index]
+        assert getattr(one, name)[0] == pytest.approx(max(last, first - kept))
     assert together.output_bytes == (apart.output_bytes[1],) * 2  # type: ignore[index]
     dense = np.array(together.parameter_bytes) * np.array(together.reduced_share)
     assert dense.sum() == pytest.approx(np.dot(apart.parameter_bytes, apart.reduced_share))
