@@ -160,7 +160,8 @@ def check_all_tasks(tasks: Tasks, n_batches: int, forward_only: bool) -> None:
             raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
     if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
         raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
-    n_steps, stages = int((tasks.op == Op.STEP).sum()), shape[0] * shape[1] * n_batches
+    held = np.unique(tasks.device * shape[1] + tasks.stage)  # replicas may share one on a device
+    n_steps, stages = int((tasks.op == Op.STEP).sum()), len(held) * n_batches
     if n_steps not in (0, stages):
         raise TimelineError(f"it has the STEP of {n_steps} of {stages} stages")
 
