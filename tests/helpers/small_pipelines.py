@@ -225,7 +225,7 @@ def unsplit(
     """Run the stages as one model, micro-batch by micro-batch; return the loss, set gradients.
 
     The gradients of the micro-batches are added in the order in which the graph runs their
-    backwards, path by path: then the arithmetic is the pipeline's, and results must be equal to
+    backwards, copy by copy: then the arithmetic is the pipeline's, and results must be equal to
     the last bit. Each mini-batch counts as a batch of its own.
     """
     m, of_batch = graph.n_microbatches, graph.n_microbatches // graph.n_batches
@@ -276,12 +276,12 @@ def _part(batch: Any, start: int, size: int) -> Any:
 
 
 def _orders_of_gradients(graph: ps.TaskGraph, stage: int) -> list[list[int]]:
-    """Return the micro-batches of each path, in the order of their backwards."""
-    orders_of: list[list[int]] = [[] for _ in range(graph.n_replicas)]
+    """Return the micro-batches of each copy of a stage, in the order of their backwards."""
+    orders_of: dict[int, list[int]] = {home: [] for home in graph.homes[:, stage].tolist()}
     for task in map(graph.task, range(len(graph))):
         if task.stage == stage and task.op in (Op.B, Op.W):
-            orders_of[task.replica].append(task.microbatch or 0)
-    return orders_of
+            orders_of[task.device].append(task.microbatch or 0)
+    return list(orders_of.values())
 
 
 def assert_same(stages: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
