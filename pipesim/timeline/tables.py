@@ -19,6 +19,7 @@ from pipesim.graph.options import FILE_OPTIONS, hosts_text, parse_option
 from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.graph.verify import verify
 from pipesim.ops import OF_STAGES, Action, Op
+from pipesim.scheduling.placement import is_first_on_device
 from pipesim.timeline.timeline import COLUMNS, Timeline
 from pipesim.utils.files import check_path, read_text, write_text
 from pipesim.utils.texts import (
@@ -160,8 +161,10 @@ def check_all_tasks(tasks: Tasks, n_batches: int, forward_only: bool) -> None:
             raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
     if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
         raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
-    held = np.unique(tasks.device * shape[1] + tasks.stage)  # replicas may share one on a device
-    n_steps, stages = int((tasks.op == Op.STEP).sum()), len(held) * n_batches
+    home = np.zeros(shape[:2], dtype=np.int64)
+    home[replica, tasks.stage] = tasks.device
+    n_copies = int(is_first_on_device(home).sum())  # replicas may share a stage on one device
+    n_steps, stages = int((tasks.op == Op.STEP).sum()), n_copies * n_batches
     if n_steps not in (0, stages):
         raise TimelineError(f"it has the STEP of {n_steps} of {stages} stages")
 
