@@ -1345,9 +1345,10 @@ def _refusals(path: Path) -> list[str]:
     return result
 
 
-#: Messages about arguments of `split`, which have tests of their own.
+#: Messages about arguments of `split` and of calls with its stages, which have tests of their own.
 ARGUMENTS = (
     "must be bytes, a number of 0 to", "must name stages of 0 to", "model must be an nn.Module",
+    ", chain=False), and other modules are beside it", "and the stages have {}; give a schedule of",
 )  # fmt: skip
 #: Texts around messages that have rows.
 FRAMES = ("the constructor {}; make the model and give it itself", "{}; {}")
