@@ -164,6 +164,8 @@ class Configuration:
         if "costs" in options:
             options = {**options, "costs": self.costs}
         present = self.schedule
+        if present.placement.has_replicas:
+            raise ScheduleError(f"schedule {name!r} has no replicas as paths of its placement")
         other = build_schedule(name, present.n_devices, n_microbatches, **options)
         if (other.n_batches, other.weight_versions) != (present.n_batches, present.weight_versions):
             raise ScheduleError(f"schedule {other.name!r} updates the weights in another way")

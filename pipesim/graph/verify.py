@@ -216,7 +216,7 @@ def _check_updates(schedule: Schedule) -> None:
     if schedule.placement.n_paths > 1:
         raise ScheduleError(
             f"schedule {name!r} has {n_batches} mini-batches, and a placement of several paths; "
-            "a bidirectional pipeline takes one at a time"
+            "paths take one mini-batch at a time"
         )
     batch = schedule.microbatch // (schedule.n_microbatches // n_batches)
     ends = np.flatnonzero(np.isin(schedule.op, tuple(WEIGHT_GRADS)))

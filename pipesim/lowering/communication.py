@@ -51,8 +51,8 @@ class Collectives(NamedTuple):
     groups: tuple[int, ...]
     #: Exchanges of sharded stages, which reduce no gradients.
     exchanges: Exchanges
-    #: Whether replicas gather the parameters after each has updated its share.
-    unshards: bool
+    #: Whether replicas gather the parameters of each stage, each of them stepped by one; or empty.
+    unshards: tuple[bool, ...]
 
 
 @lru_cache(maxsize=32)
@@ -169,7 +169,7 @@ def _add_reductions(
         kinds = kinds.joined(_reduction_kinds(homes, is_member, stream))
     if collectives.unshards:
         gather, is_member = np.full_like(reduce, -1), np.zeros(reduce.shape, dtype=bool)
-        is_member[:, 0] = compute.holds.T
+        is_member[:, 0] = compute.holds.T & np.array(collectives.unshards)[:, None]
         gather[is_member] = len(kinds) + np.arange(is_member.sum())
         reduce = np.concatenate([reduce, gather])
         steps = np.flatnonzero((compute.op == Op.STEP) & is_dense)

@@ -119,7 +119,8 @@ def checked_collectives(
             "whose gradients are reduced over replicas: without steps between them those of one "
             "would be added to those of the next; leave step out, or take n_replicas=1"
         )
-    shares_steps = shard_optimizer and n_replicas > 1
+    # The paths of a bidirectional pipeline have a whole optimizer each.
+    shares_steps = shard_optimizer and (n_replicas > 1 or schedule.placement.has_replicas)
     if shares_steps and n_batches > 1:
         raise ArgumentError(
             f"shard_optimizer=True, but schedule {schedule.name!r} steps {n_batches} "
@@ -132,7 +133,8 @@ def checked_collectives(
         for sync, n in zip(stages, n_copies.tolist(), strict=False)
     )
     unshards = shares_steps and gather_parameters == "after_step"
-    return Collectives(syncs, buckets, groups, exchanges, unshards)
+    gathered = tuple((n_copies > 1).tolist()) if unshards else ()
+    return Collectives(syncs, buckets, groups, exchanges, gathered)
 
 
 def forward_collectives(collectives: Collectives) -> Collectives:
@@ -142,7 +144,7 @@ def forward_collectives(collectives: Collectives) -> Collectives:
         buckets=(),
         groups=(0,) * len(collectives.groups),
         exchanges=collectives.exchanges._replace(accumulates=False),
-        unshards=False,
+        unshards=(),
     )
 
 

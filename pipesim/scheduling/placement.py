@@ -495,6 +495,7 @@ def _workers(own: NDArray[np.int64], speed: NDArray[np.float64]) -> NDArray[np.i
     n, n_replicas = len(own), len(speed)
     m, share = n // n_replicas, np.zeros(n_replicas, dtype=np.int64)
     alive = np.flatnonzero(speed)
+    speed = speed / speed.max()  # no sum is too large
     share[alive] = n * speed[alive] / speed[alive].sum()
     for _ in range(n - int(share.sum())):  # the worker that then ends first takes one more
         share[alive[np.argmin((share[alive] + 1) / speed[alive])]] += 1

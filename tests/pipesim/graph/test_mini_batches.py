@@ -91,7 +91,7 @@ def test_refused() -> None:
         placement=ps.Placement([0], [1]),
     )
     ps.verify(both)
-    with pytest.raises(ScheduleError, match="a bidirectional pipeline takes one at a time"):
+    with pytest.raises(ScheduleError, match="paths take one mini-batch at a time"):
         ps.verify(both.with_updates(2, "stashed"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import pipesim as ps
-from pipesim.errors import ArgumentError, ScheduleError
+from pipesim.errors import ArgumentError, MemoryLimitWarning, ScheduleError
 from pipesim.ops import Op
 
 #: Stage 1 of replica 1 has failed: device 1 takes its micro-batches 2 and 3.
@@ -64,6 +64,27 @@ def test_shared_weights_count_once_and_wait_for_all_gradients() -> None:
     assert sorted(needed) == ["1B0", "1B1", "1B2", "1B3"]
     twice = ps.lower(rerouted(), n_replicas=2)  # a copy of both on other devices
     assert sorted(twice.replica[(twice.op == Op.REDUCE_GRAD) & (twice.stage == 1)]) == [0, 2]
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2])
+def test_copies_of_a_stage_share_its_optimizer(n_replicas: int) -> None:
+    """Stage 0 has two copies a replica, stage 1 one."""
+    graph = ps.lower(rerouted(), n_replicas=n_replicas, shard_optimizer=True)
+    assert graph.optimizer_shares.tolist() == [2 * n_replicas, n_replicas]
+    compiled, simpy = (ps.simulate(graph, COSTS, engine=x) for x in ("compiled", "simpy"))
+    assert (compiled.end == simpy.end).all()
+    own = [20 + 20 / (2 * n_replicas), 200 + 200 / n_replicas]
+    assert compiled.memory.peak.tolist() == [own[0], own[1], own[0]] * n_replicas
+
+
+def test_other_schedules_are_no_change_that_fits() -> None:
+    """A named schedule on as many devices would have more stages, not replicas."""
+    placement = ps.Placement.rerouted(3, 3, 12, {(1, 1): 0})
+    costs = ps.Costs(forward=1, backward=2, activation_bytes=40)
+    graph = ps.lower(ps.order_by(placement, 12, costs, split_backward=False))
+    with pytest.warns(MemoryLimitWarning):
+        timeline = ps.simulate(graph, costs, memory_limit=150)
+    assert timeline.memory.changes_that_fit()["change"].tolist() == ["lower(recompute='always')"]
 
 
 def test_orders_of_paths_that_share_a_stage() -> None:
