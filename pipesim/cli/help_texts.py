@@ -104,6 +104,7 @@ A TOML file (--config) holds the same settings; options override it:
   schedules = ["1f1b", "zbv"]
   shard_parameters = ["none", "every", "step"]
   offload = ["none", 0.5]   # of a cluster whose network has a link to the host
+  # lengths = [4096, ...]   # tokens of each sequence of the batch; a list packs documents
 
   [model]                   # or model = "llama3_70b"
   model = "llama3_70b"      # with other sizes, or sizes alone: hidden_size, n_layers, ...

@@ -444,6 +444,9 @@ class Costs(CostFields):
             p = len(self._settings["layers_per_stage"])
             n_stages = np.size(np.array(self.forward))
             return tuple((k, 2 * p + k) for k in range(p)) if n_stages == 3 * p + 1 else ()
+        chain: list[list[int]] = self._settings.get("tied_stages", [])  # of a plan with encoders
+        if self.tied_bytes and chain and chain[0][-1] == np.size(np.array(self.forward)) - 1:
+            return tuple(map(tuple, chain))
         layout = self.layout if self.tied_bytes else None
         if layout is None:
             return ()

@@ -196,11 +196,6 @@ def cost_classes(costs: Costs, graph: TaskGraph) -> CostClasses | None:
             f"costs are of {own}, but the graph is of {other}; give costs(..., slices={n_slices}), "
             f"or schedule.with_slices({work.n_slices})"
         )
-    if work is not None and not graph.forward_only and (work.settings or {}).get("last_logits"):
-        raise CostsError(
-            "costs have the logits of last tokens alone and no loss (last_logits=True), but the "
-            "graph trains; give forward_only=True to lower, or costs without last_logits"
-        )
     n = n_priced(costs)
     if n is None:
         return None

@@ -55,6 +55,12 @@ def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
 
     Values may overflow to infinity; the callers of engines check that times are finite.
     """
+    work = costs.work
+    if work is not None and not graph.forward_only and (work.settings or {}).get("last_logits"):
+        raise CostsError(
+            "costs have the logits of last tokens alone and no loss (last_logits=True), but the "
+            "graph trains; give forward_only=True to lower, or costs without last_logits"
+        )
     routes = KindRoutes(graph, costs.network, costs.all_reduce)
     classes = cost_classes(costs, graph)
     if classes is None:

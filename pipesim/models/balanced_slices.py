@@ -53,7 +53,7 @@ def balanced_slices(
     if backward and last_logits:
         raise ArgumentError(
             "backward=True balances slices of a training step, and last_logits=True are costs of a "
-            "server, which has no backward; leave one of both out"
+            "server, which has no backward; leave one of the two out"
         )
     shard = replace(with_layout(shard, layers_per_stage), last_logits=last_logits)
     rates = None if gpu is None else as_gpu(gpu)

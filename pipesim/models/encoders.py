@@ -104,7 +104,7 @@ def encoder_shard(encoder: Encoder, main: Shard, tensor_parallel: int) -> Shard:
     if main.n_gpus % tensor_parallel:
         raise ArgumentError(
             f"tensor_parallel={tensor_parallel} of an encoder does not divide the "
-            f"{main.n_gpus} GPUs of a device; give a divisor"
+            f"{main.n_gpus} GPU{'s' * (main.n_gpus > 1)} of a device; give a divisor"
         )
     groups, length = main.n_gpus // tensor_parallel, encoder.model.sequence_length
     splits_sequence = main.sequence_parallel and tensor_parallel > 1
@@ -181,14 +181,13 @@ class ChainCosts:
 
     def __call__(self, sizes: Sequence[int]) -> Costs:
         """Return the costs of stages with these many layers of the chain."""
-        n, parts, firsts = len(sizes), [], []
+        n, parts = len(sizes), []
         counts = [shard.model.n_layers for shard in self._shards]
         for k, (first, own) in enumerate(split_chain(counts, sizes)):
             key = k, tuple(own)
             if key not in self._kept:
                 self._kept[key] = self._modules[k](own)
             parts.append((self._kept[key], first, len(own)))
-            firsts.append(first)
 
         def table(name: str) -> Floats:
             return np.array([_padded(costs, name, first, m, n) for costs, first, m in parts])
@@ -212,7 +211,10 @@ class ChainCosts:
             else:
                 column = rows.sum(axis=0)
             values[name] = tuple(column.tolist())
-        return replace(parts[-1][0], **values, segments=None, workload=self._work)
+        main, first, _ = parts[-1]
+        tied = {"tied_stages": [[first, n - 1]]} if main.tied_bytes else None
+        work = replace(self._work, settings=tied)
+        return replace(main, **values, segments=None, workload=work)
 
 
 def _padded(costs: Costs, name: str, first: int, n_own: int, n: int) -> Floats:

@@ -133,7 +133,7 @@ def model_costs(
         if vocabulary_parallel:
             raise ArgumentError(
                 "vocabulary_parallel divides the LM head and the loss of a training, and "
-                "last_logits=True are costs of a server without a loss; leave one of both out"
+                "last_logits=True are costs of a server without a loss; leave one of the two out"
             )
         shard = replace(shard, last_logits=True)
     shards = microbatch_shards(shard, lengths, slices, context)
@@ -153,7 +153,7 @@ def model_costs(
         costs = stages_of(shard)
     else:
         stage_costs = costs_of(shard)
-        sizes = _sizes(stage_costs, shard.model.n_layers, layers_per_stage, partition=partition,
+        sizes = _sizes(stage_costs, shard, layers_per_stage, partition=partition,
                        placement=placement, memory_limit=memory_limit)  # fmt: skip
 
         def stages_of(own: Shard) -> Costs:
@@ -190,18 +190,18 @@ def model_costs(
 
 
 def _sizes(
-    stage_costs: ShardCosts, n_layers: int, layers_per_stage: Split, *,
+    stage_costs: ShardCosts, shard: Shard, layers_per_stage: Split, *,
     partition: LayerPartition | None, placement: Placed | None,
     memory_limit: Bytes | Sequence[Bytes] | None,
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the layers of each stage of a chain."""
-    seconds = stage_costs.seconds
+    seconds, n_layers = stage_costs.seconds, shard.model.n_layers
 
     def least_costs(sizes: Sequence[int]) -> Costs:
         values: dict[str, Any] = {**seconds.without_launches.stages(sizes)}
         return Costs(**values)
 
-    model = LayerModel(n_layers, stage_costs, True, least_costs)
+    model = LayerModel(n_layers, stage_costs, True, least_costs, not shard.last_logits)
     sizes = placed_sizes(model, layers_per_stage, "layers_per_stage", partition=partition,
                          placement=placement, memory_limit=memory_limit)  # fmt: skip
     if sizes is None:
@@ -367,7 +367,7 @@ def _of_slices(shard: Shard, slices: Slices) -> list[Shard]:
     if shard.documents:
         raise ArgumentError(
             "slices are of one sequence, but lengths pack several documents into a micro-batch; "
-            "leave one of both out"
+            "leave one of the two out"
         )
     if not hasattr(slices, "__len__"):
         n = check_size("slices", slices)

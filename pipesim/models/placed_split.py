@@ -129,12 +129,16 @@ class LayerModel:
     least_costs
         Costs of stages with at most the seconds of ``stage_costs``. Those of F, B, I, W and R are
         sums over layers. None if those of ``stage_costs`` are.
+    trains
+        Whether costs are of a training step: else the splits for a placement, or a schedule, are
+        those of forwards alone.
     """
 
     n_layers: int
     stage_costs: StageCosts
     has_ends: bool
     least_costs: StageCosts | None = None
+    trains: bool = True
 
     @property
     def finest_sizes(self) -> list[int]:
@@ -168,7 +172,8 @@ def split_problem(
     if isinstance(target, TaskGraph):
         work = _graph_work(target)
     else:
-        load, ops = np.zeros((target.n_devices, target.n_stages)), {Op.F: 1.0, Op.B: 1.0}
+        load = np.zeros((target.n_devices, target.n_stages))
+        ops = {Op.F: 1.0, Op.B: 1.0} if model.trains else {Op.F: 1.0}
         for path in target.paths:
             load[path, np.arange(target.n_stages)] += 1 / target.n_paths
         work = _Work(load, ops, ops)
@@ -511,8 +516,9 @@ def _word(split: object, name: str, partition: str | None, n_stages: int) -> str
 
 def _balanced(model: LayerModel, placement: Placed, limits: Floats | None) -> tuple[int, ...]:
     if not isinstance(placement, Placement):
-        graph = placement if isinstance(placement, TaskGraph) else lower(placement)
-        return fastest_split(model, graph, limits)
+        if isinstance(placement, Schedule):
+            placement = lower(placement, forward_only=not model.trains)
+        return fastest_split(model, placement, limits)
     if limits is not None:
         raise ArgumentError(_NO_ORDER)
     problem = split_problem(model, placement)

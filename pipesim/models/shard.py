@@ -71,7 +71,7 @@ class Shard(Parallel):
         with a smaller ``context_parallel`` than others.
     last_logits
         Whether the LM head computes the logits of the last token of each sequence or document
-        alone, and no loss: forwards of a server. Costs of backwards are then without the head.
+        alone, and no loss: forwards of a server. The head then has no backward.
     modules
         Layers of multi-token prediction and losses of each stage, and the hidden states that it
         sends; empty (the default) if the last stage has all of them. Layouts of Megatron give them.

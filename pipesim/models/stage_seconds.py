@@ -73,7 +73,8 @@ class RateSeconds:
         model = self.shard.model
         layer = mean_layer(model, self._both(experts=False), self._both(experts=True))
         mtp = mtp_flops(model, self.shard.microbatch_size)
-        last = 3 * (self._head_flops + model.mtp_layers * (self._head_flops + mtp))
+        times = 1 if self.shard.last_logits else 3
+        last = times * (self._head_flops + model.mtp_layers * (self._head_flops + mtp))
         last += model.mtp_layers * self._both(experts=model.n_expert_layers > 0)
         return layer / self._rate, 0.0, last / self._rate
 
@@ -116,8 +117,10 @@ class RateSeconds:
         return model.head_flops(shard.microbatch_size)
 
     def _both(self, *, experts: bool) -> float:
-        """Return the FLOPs of F and B of a layer, which its busiest GPU computes."""
+        """Return the FLOPs of its busiest GPU in F and B of a layer; see `StageSeconds.parts`."""
         linear, core, recomputed = self._flops(experts)
+        if self.shard.last_logits:
+            return linear + core
         return 3 * (linear + core) + recomputed
 
     def _flops(self, experts: bool) -> tuple[float, float, float]:
@@ -245,7 +248,8 @@ class StageSeconds(Protocol):
     def parts(self) -> tuple[float, float, float]:
         """Seconds of F and B of a layer, of the embedding, and of MTP, heads and losses.
 
-        Layers of a model with experts differ; the seconds are their mean.
+        Layers of a model with experts differ; the seconds are their mean. With ``last_logits``
+        they are those of F alone, as are those of `layers`.
         """
 
     @property
@@ -290,12 +294,17 @@ class GpuSeconds:
     gpu: GPU
     network: Network
 
+    @property
+    def _balanced(self) -> tuple[str, ...]:
+        """Fields of `Costs` that a balanced split counts: F and B, or F of ``last_logits``."""
+        return ("forward",) if self.shard.last_logits else ("forward", "backward")
+
     @cached_property
     def parts(self) -> tuple[float, float, float]:
         """See `StageSeconds`."""
 
         def both(work: dict[str, _Work]) -> float:
-            return sum(self._seconds(work[name]) for name in ("forward", "backward"))
+            return sum(self._seconds(work[name]) for name in self._balanced)
 
         layer, embedding, head = map(both, (self._layer, self._embedding, self._head))
         model, experts = self.shard.model, self._expert_layer_seconds
@@ -307,16 +316,16 @@ class GpuSeconds:
     @property
     def layers(self) -> list[float]:
         """See `StageSeconds`."""
-        layer = sum(self._seconds(self._layer[name]) for name in ("forward", "backward"))
+        layer = sum(self._seconds(self._layer[name]) for name in self._balanced)
         return each_layer(self.shard.model, layer, self._expert_layer_seconds)
 
     @cached_property
     def _expert_layer_seconds(self) -> float:
-        """Seconds of F and B of a layer with experts, with its exchanges; 0 without experts."""
+        """Seconds of a layer with experts, with its exchanges; 0 without experts."""
         if not self.shard.model.n_experts:
             return 0.0
-        busy = sum(self._seconds(self._experts[name]) for name in ("forward", "backward"))
-        return busy + 2 * sum(exchange_seconds(self.shard, self.network))
+        busy = sum(self._seconds(self._experts[name]) for name in self._balanced)
+        return busy + len(self._balanced) * sum(exchange_seconds(self.shard, self.network))
 
     def stages(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """See `StageSeconds`."""

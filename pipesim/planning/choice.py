@@ -237,7 +237,8 @@ def sizes_text(choice: PlanChoice) -> str:
     parts += [f"pp{choice.pipeline_parallel}", f"dp{choice.data_parallel}"]
     parts += [f"ep{experts}" * (experts > 1)]
     parts += [f"etp{choice.expert_tensor_parallel}" * (choice.expert_tensor_parallel > 0)]
-    parts += [f"encoder tp{size}" for size in choice.encoder_tensor_parallel]
+    if choice.encoder_tensor_parallel:
+        parts.append(f"encoder tp{'+'.join(map(str, choice.encoder_tensor_parallel))}")
     return " ".join(part for part in parts if part)
 
 

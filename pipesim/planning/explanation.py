@@ -230,7 +230,8 @@ def part_reason(part: str, first: PlanChoice, second: PlanChoice, *, is_tied: bo
     """
     text = _SETTINGS[part]
     values = text(first), text(second)
-    if is_tied and part == "reduction_and_optimizer":
+    begins_chain = not first.encoder_tensor_parallel  # with encoders, the embedding is elsewhere
+    if is_tied and begins_chain and part == "reduction_and_optimizer":
         places = _tied(first), _tied(second)
         if places[0] != places[1]:
             values = f"{values[0]} and {places[0]}", f"{values[1]} and {places[1]}"
@@ -249,7 +250,9 @@ def _layer_share(choice: PlanChoice) -> str:
     parts += [f"{choice.context_parallel} a sequence"] * (choice.context_parallel > 1)
     parts += [f"{choice.expert_parallel} for the experts"] * (choice.expert_parallel > 1)
     parts += [f"{choice.expert_tensor_parallel} an expert"] * (choice.expert_tensor_parallel > 0)
-    parts += [f"{size} a layer of an encoder" for size in choice.encoder_tensor_parallel]
+    if sizes := choice.encoder_tensor_parallel:
+        encoders = "an encoder" if len(sizes) == 1 else "encoders"
+        parts.append(f"{' and '.join(map(str, sizes))} a layer of {encoders}")
     return ", ".join(parts)
 
 
@@ -335,9 +338,7 @@ _CAUSES = {
 }
 
 
-def step_parts(
-    timeline: Timeline, rebuilt: Callable[[bool], Costs] | None = None
-) -> dict[str, float]:
+def step_parts(timeline: Timeline, rebuilt: Callable[..., Costs] | None = None) -> dict[str, float]:
     """Return the seconds of a simulated step in `PARTS`, whose ``math.fsum`` is its makespan.
 
     ``rebuilt`` returns the costs without recompute, with the network or without, for costs that
@@ -385,7 +386,7 @@ def step_parts(
 
 
 def _busy_parts(
-    alone: Timeline, built: Costs, rebuilt: Callable[[bool], Costs] | None
+    alone: Timeline, built: Costs, rebuilt: Callable[..., Costs] | None
 ) -> dict[str, float]:
     """Return the mean busy seconds of a device: compute, collectives, recompute.
 
@@ -399,7 +400,7 @@ def _busy_parts(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CostsWarning)
         if rebuilt is not None:
-            once, without_collectives = rebuilt(True), rebuilt(False)
+            once, without_collectives = rebuilt(has_network=True), rebuilt(has_network=False)
         else:
             once = built.rebuilt(recompute="none")
             without_collectives = once.rebuilt(network=Network(host=built.network.host))

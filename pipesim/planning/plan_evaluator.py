@@ -80,7 +80,11 @@ class Evaluator:
         stage_costs = model.costs if isinstance(model, Layers) else self._shard_costs(choice, 0)
         if problem.lengths is not None:
             varying = stage_costs
-            stage_costs = lambda sizes: averaged(varying(sizes))  # noqa: E731
+
+            def mean_costs(sizes: Sequence[int]) -> Costs:
+                return averaged(varying(sizes))
+
+            stage_costs = mean_costs
         layers = LayerModel(problem.n_layers, stage_costs, has_ends=not isinstance(model, Layers))
         splits = split_problem(layers, placement_of(choice))
         if not problem.cluster.is_mixed:

@@ -128,7 +128,7 @@ class Plan:
         ['micro-batch-size 1', 'global-batch-size 4']
         """
         problem = self.problem
-        _check_alone(problem, "Megatron-LM")
+        _check_writable(problem, "Megatron-LM")
         is_model = isinstance(problem.model, Transformer)
         return megatron_flags(
             self.choice, problem.global_batch, problem.layout, problem.exchange(self.choice),
@@ -158,7 +158,7 @@ class Plan:
             Tables of TOML, with comments.
         """
         problem, path = self.problem, ""
-        _check_alone(problem, "torchtitan")
+        _check_writable(problem, "torchtitan")
         if schedule_csv is not None:
             path = str(check_path("schedule_csv", schedule_csv, "write"))
             if not path.endswith(".csv") or self.choice.pipeline_parallel == 1:
@@ -502,10 +502,11 @@ class Plans:
         return plans_html(self)
 
 
-def _check_alone(problem: PlanProblem, trainer: str) -> None:
-    """Refuse encoders, which the settings of trainers that a plan writes do not have."""
-    if problem.encoders:
+def _check_writable(problem: PlanProblem, trainer: str) -> None:
+    """Refuse encoders and lengths, which the settings of a trainer do not have."""
+    extra = "encoders" if problem.encoders else "lengths" if problem.lengths is not None else ""
+    if extra:
         raise ArgumentError(
-            f"the settings of {trainer} that a plan writes are those of a model alone; for a plan "
-            "with encoders take the numbers of plan.choice"
+            f"the settings of {trainer} that a plan writes are those of one model and of sequences "
+            f"of its length; for a plan with {extra} take the numbers of plan.choice"
         )

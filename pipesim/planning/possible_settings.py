@@ -187,6 +187,8 @@ class FeatureReasons:
         for encoder, size in zip(
             self.problem.encoders, choice.encoder_tensor_parallel, strict=True
         ):
+            if choice.gpus_per_device % size:
+                break  # the shard says so
             if reason := tensor_reason(self.problem, size, encoder.model):
                 return f"encoder: {reason}", ("encoder_tensor_parallel",)
         return self._shard(choice)

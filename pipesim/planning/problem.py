@@ -137,12 +137,12 @@ class PlanProblem:
             memory_reserve=self.memory_reserve,
         )  # fmt: skip
 
-    def rebuilt(self, choice: PlanChoice) -> Callable[[bool], Costs] | None:
-        """Return costs without recompute, with the network or without; None if a model has them."""
+    def rebuilt(self, choice: PlanChoice) -> Callable[..., Costs] | None:
+        """Return costs without recompute, for ``has_network=``; None if a model has them."""
         if not self.encoders:
             return None
         once = replace(choice, recompute="none")
-        return lambda has_network: self.chain_costs(once, has_network=has_network)(
+        return lambda *, has_network: self.chain_costs(once, has_network=has_network)(
             choice.layers_per_stage
         )
 

@@ -423,7 +423,7 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
         check_name("setting of a configuration", name, SETTINGS)
     single = {**_DEFAULTS, **settings}
     n_microbatches, layers = single.pop("n_microbatches"), single.pop("layers_per_stage")
-    encoders = _encoder_sizes(problem, single.pop("encoder_tensor_parallel"))
+    encoders = _checked_encoder_sizes(problem, single.pop("encoder_tensor_parallel"))
     ordered = check_flag("ordered_for_costs", single.pop("ordered_for_costs"))
     for name, value in single.items():
         may_be_missing = name in ("data_parallel", "n_chunks", "group_size")
@@ -454,7 +454,7 @@ def named_choice(problem: PlanProblem, settings: Mapping[str, Any]) -> PlanChoic
     return _with_layers(problem, choice, layers)
 
 
-def _encoder_sizes(problem: PlanProblem, sizes: Any) -> tuple[int, ...]:
+def _checked_encoder_sizes(problem: PlanProblem, sizes: Any) -> tuple[int, ...]:
     """Return the GPUs that share a layer of each encoder, by default 1."""
     name, n = "encoder_tensor_parallel", len(problem.encoders)
     listed = check_list(name, [sizes] if isinstance(sizes, int) else sizes, "one number an encoder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_mistakes_say_what_to_give() -> None:
         ({"n_slices": 9, "multiple": 8192}, "give fewer slices"),
         ({"first": 100, "multiple": 64}, "multiple=64 does not divide first=100"),
         ({"n_slices": 2, "multiple": 3, "context_parallel": 2}, "in multiples of 3 tokens"),
-        ({"n_slices": 2, "backward": True, "last_logits": True}, "leave one of both out"),
+        ({"n_slices": 2, "backward": True, "last_logits": True}, "leave one of the two out"),
     ):
         with pytest.raises(ArgumentError, match=text):
             MODEL.balanced_slices(STAGES, **{**RATE, **arguments})
@@ -119,8 +120,23 @@ def test_a_server_computes_the_logits_of_last_tokens_alone() -> None:
     graph = ps.lower(ps.schedule("seq1f1b", 4, 2, n_slices=2))
     with pytest.raises(CostsError, match="graph trains; give forward_only=True"):
         ps.simulate(graph, last)
-    with pytest.raises(ArgumentError, match="leave one of both out"):
+    with pytest.raises(ArgumentError, match="leave one of the two out"):
         MODEL.costs(STAGES, last_logits=True, vocabulary_parallel=True, **RATE)
+
+
+def test_a_server_balances_forwards() -> None:
+    """With few tokens, logits take as long as layers forward; they have no backward."""
+    model = replace(ps.Transformer.preset("llama3_8b", sequence_length=64), n_layers=8)
+    served: dict[str, Any] = {"gpu": "h100_sxm", "microbatch_size": 1, "last_logits": True}
+
+    def slowest(split: Any, **options: Any) -> float:
+        return max(model.costs(split, **served, **options).forward)
+
+    least = min(slowest([k, 8 - k]) for k in range(3, 7))
+    assert least < slowest(2, partition="even")
+    assert slowest(2, partition="balanced") == least
+    order = ps.schedule("gpipe", 2, 2)
+    assert [slowest("balanced", placement=x) for x in (order, order.placement)] == [least, least]
 
 
 def test_logits_of_last_tokens_need_no_loss_and_no_memory_of_others() -> None:

@@ -92,6 +92,22 @@ def test_encoders_one_after_another_pass_outputs_on() -> None:
     vision, audio, text = (2.0 * x.sequence_length * x.hidden_size for x in (VIT, AUDIO, LLM))
     assert subject.plan(choice).costs.output_bytes == (vision, vision + audio, text, text)
     assert subject.best.choice.encoder_tensor_parallel == (1, 1)
+    assert "encoder tp1+1," in str(subject.best.choice)
+
+
+def test_stages_of_the_language_model_sum_the_tied_embedding() -> None:
+    """STEP of its first and of the last stage takes as much longer as the sum; of encoders not."""
+    modules = [ENCODER, replace(LLM, tied_embeddings=True)]
+    settings = {**QUICK, "tensor_parallel": 1, "pipeline_parallel": 4, "microbatch_size": 1}
+    subject = ps.plan(modules, CLUSTER, progress=False, **settings)
+    cases = {(2, 2, 6, 6): (2, 3), (6, 5, 4, 1): (0, 3), (1, 1, 1, 13): ()}
+    for sizes, tied in cases.items():
+        plan = subject.plan(subject.choice(pipeline_parallel=4, layers_per_stage=sizes))
+        graph, costs = plan.timeline.graph, plan.costs
+        steps = graph.is_op((ps.Op.STEP,))
+        own, untied = (x.of(graph).duration[steps] for x in (costs, replace(costs, tied_bytes=0)))
+        assert {*graph.stage[steps][own > untied].tolist()} == {*tied}
+        assert costs.tied_stages == ((tied,) if tied else ())
 
 
 def test_steps_are_those_of_a_simulation_and_bounds_hold() -> None:
@@ -151,7 +167,11 @@ def test_an_encoder_sees_all_of_its_sequence() -> None:
         ([ENCODER], {}, "model must be"),
         ([], {}, "model must be"),
         ([ENCODER, LLM], {"n_slices": 2, "schedules": "seq1f1b"}, "which slices cut"),
-        ([ps.Encoder(VIT, tensor_parallel=3), LLM], {}, "does not divide the 8 GPUs of a node"),
+        (
+            [ps.Encoder(VIT, tensor_parallel=3), LLM],
+            {"tensor_parallel": 2},
+            "the 2 GPUs of a device",
+        ),
         ([ENCODER, ps.Layers({"forward": [1], "backward": [1]})], {}, "planned before"),
     ],
 )

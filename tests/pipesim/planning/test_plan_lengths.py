@@ -69,3 +69,11 @@ def test_lengths_are_of_a_transformer() -> None:
     layers = ps.Layers({"forward": [1, 1], "backward": [2, 2]})
     with pytest.raises(ArgumentError, match="leave lengths out"):
         ps.plan(layers, CLUSTER, global_batch=8, lengths=PADDED)
+
+
+def test_settings_of_trainers_have_no_lengths() -> None:
+    """They would be those of equal sequences."""
+    plans = ps.plan(MODEL, CLUSTER, lengths=PADDED, tensor_parallel=1, **QUICK)
+    for export in (plans.to_megatron, plans.to_torchtitan):
+        with pytest.raises(ArgumentError, match="for a plan with lengths take the numbers"):
+            export()
