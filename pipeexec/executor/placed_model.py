@@ -112,7 +112,7 @@ def check_stages(
 def _check_untrained_before(
     index: int, stages: Sequence[nn.Module | None], graph: TaskGraph
 ) -> None:
-    """Raise if a stage that returns no gradients has stages to train before it."""
+    """Raise if a stage that lacks gradients of some inputs has stages to train before it."""
     before = {index}
     pairs = stage_pairs(graph.edges, graph.n_stages).tolist()
     for source, target in reversed(pairs):  # the last source first
@@ -121,10 +121,10 @@ def _check_untrained_before(
         module = stages[number]
         if module is not None and any(p.requires_grad for p in module.parameters()):
             raise ArgumentError(
-                f"stage {index} is the first of a model cut by pipeexec.split, which returns no "
-                f"gradients of its inputs, and stage {number} before it has parameters to train; "
-                "split with a sample whose tensors of these inputs require gradients, or set "
-                "requires_grad of the parameters to False"
+                f"stage {index} is the first of a model cut by pipeexec.split, which does "
+                f"not return gradients of all its inputs, and stage {number} before it has "
+                "parameters to train; split with a sample all of whose floating-point tensors "
+                "require gradients, or set requires_grad of the parameters to False"
             )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def base_placement(graph: TaskGraph) -> Placement:
     """Return the placement of a graph's first replica, on devices numbered without gaps."""
     devices = np.unique(graph.device_of_stage, return_inverse=True)[1].tolist()
-    return Placement(devices, edges=graph.edges or None)
+    return Placement(devices, edges=graph.edges)
 
 
 def lower_for_replicas(

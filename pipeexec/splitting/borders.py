@@ -322,7 +322,7 @@ def stage_edges(flow: DataFlow, calls: Sequence[range]) -> Edges:
         passed = set[int]().union(*(before[k] for k in sources))
         edges += [(source, stage) for source in sorted(sources - passed)]
         before.append(sources | passed)
-    return checked_edges(edges or None, n)
+    return checked_edges(edges, n)
 
 
 def routes(flow: DataFlow, calls: Sequence[range], n_inputs: int, edges: Edges) -> list[Route]:

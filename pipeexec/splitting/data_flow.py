@@ -218,6 +218,9 @@ class _Follow(TorchDispatchMode):
         self._buffers: dict[str, tuple[nn.Module, str, Tensor | None]] = {}
         #: Modules outside of calls, by their names, and their attributes before the forward.
         self._around: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+        #: Tensors that these have as attributes, by their storages, and those that are used.
+        self._kept_before: dict[int, Tensor] = {}
+        self.used: set[int] = set()
         self._training: dict[str, tuple[nn.Module, bool]] = {}  # modes before the forward
         self.transient: set[tuple[str, str]] = set()
         self.ran: set[str] = set()
@@ -257,8 +260,14 @@ class _Follow(TorchDispatchMode):
             self._values[key] = StorageWeakRef(tensor.untyped_storage()), set()
         return self._values[key][1]
 
+    def use(self, tensors: Iterable[Tensor]) -> None:
+        """Note which attributes of before the forward have the memory of tensors that it uses."""
+        if self._kept_before:
+            self.used.update(self._kept_before.keys() & map(storage_of, tensors))
+
     def read(self, tensors: Iterable[Tensor]) -> None:
         """Note that the forward reads values of tensors."""
+        self.use(tensors)
         if self.inside is not None or self.is_noting:
             return
         self.is_noting = True
@@ -278,9 +287,9 @@ class _Follow(TorchDispatchMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         written = written_tensors(func, args, kwargs)
-        results = tensors_in(output)
+        results, arguments = tensors_in(output), tensors_in((args, kwargs))
+        self.use(arguments)
         if self.inside is None:
-            arguments = tensors_in((args, kwargs))
             sources = self.sources_of(arguments)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 name = func.name().removeprefix("aten::")
@@ -347,6 +356,8 @@ class _Follow(TorchDispatchMode):
             if id(module) in inner:
                 continue
             self._around[prefix] = module, _signatures(module)
+            kept = (x for x in vars(module).values() if isinstance(x, Tensor))
+            self._kept_before |= {storage_of(x): x for x in kept}
             for key, buffer in module._buffers.items():
                 self._buffers[f"{prefix}.{key}".lstrip(".")] = module, key, buffer
 
@@ -534,8 +545,11 @@ def follow(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     stateful: frozenset[str] = frozenset(),
-) -> tuple[DataFlow, tuple[Tensor, ...]]:
+) -> tuple[DataFlow, tuple[Tensor, ...], set[int]]:
     """Return the data flow of one forward, and the tensors of its output.
+
+    The third result has the storages of the tensors that modules around calls had as attributes
+    before the forward, and that it uses.
 
     Modules of ``uncut`` that have no parameters, draw no random numbers, and are not ``stateful``,
     are not calls: each stage runs them itself.
@@ -573,6 +587,7 @@ def follow(
     finally:
         for handle in handles:
             handle.remove()
+    mode.use(tensors_in(output))
     needs = mode.sources_of((*tensors_in(output), *mode.kept()))
     flow = DataFlow(
         tuple(mode.calls),
@@ -588,4 +603,4 @@ def follow(
         tuple(mode.records),
         mode.places,
     )
-    return flow, tuple(x.detach().clone() for x in tensors_in(output))
+    return flow, tuple(x.detach().clone() for x in tensors_in(output)), mode.used

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -87,13 +87,18 @@ class ModelState:
                 result[id(module)] = tuple(names)
         return result
 
-    def is_equal(self, module: nn.Module, key: str) -> bool:
-        """Return whether an attribute is another tensor now, of the same values."""
+    def is_equal(self, module: nn.Module, key: str, used: Container[int]) -> bool:
+        """Return whether an attribute is another tensor now, of the same values.
+
+        Not if the storage of the one before is ``used``: other batches may give other values then.
+        """
         before = next(x.attributes.get(key) for x in self._kept if x.module is module)
         now = module.__dict__.get(key)
         if before is now or not isinstance(before, Tensor) or not isinstance(now, Tensor):
             return False
         if before.is_meta or now.is_meta or before.dtype != now.dtype:
+            return False
+        if storage_of(before) in used:
             return False
         return before.shape == now.shape and _same(before, now)
 

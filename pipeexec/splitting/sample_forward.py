@@ -191,7 +191,7 @@ def _flow(
         for _ in range(_MOST_FORWARDS):  # until one changes the same as the one before it
             state, before = ModelState(model), stateful
             own_args, own_kwargs = own_tensors((args, kwargs))
-            flow, output = follow(model, uncut, own_args, own_kwargs, calls | stateful)
+            flow, output, used = follow(model, uncut, own_args, own_kwargs, calls | stateful)
             changed = {names[key]: attributes for key, attributes in state.changed().items()}
             inner = {x for x in changed if any(_is_in(x, name) for name in uncut)}
             stateful = frozenset(y for y in uncut if any(_is_in(x, y) for x in inner))
@@ -201,7 +201,7 @@ def _flow(
                 f"{name}.{key}".lstrip(".")
                 for name in outer
                 for key in changed[name]
-                if not state.is_equal(model.get_submodule(name), key)
+                if not state.is_equal(model.get_submodule(name), key, used)
             }
             cut -= followed
             written = _written_parameters(model, inner, changed)

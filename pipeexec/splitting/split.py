@@ -186,7 +186,8 @@ def split(
         Whether each stage takes the output of the one before. With False, stages may be a graph:
         ``Stages.edges`` lead from each stage to those that need its values, for
         ``Placement(..., edges=stages.edges)``. So a vision tower is beside the embedding of words,
-        if stages begin with its first module and with the first layer of the language model.
+        if stages begin with its first module and with the first layer of the language model. It
+        needs ``way="modules"``.
     check
         Whether to compare the stages with the model for the sample, in training and in evaluation
         mode: outputs, loss, gradients and buffers. It takes some six forwards and backwards of the
@@ -247,9 +248,14 @@ def split(
     has_all = check_type("check", check, bool) and source is None and only is None
     check_flag("chain", chain)
     check_name("way", way, get_args(Way))
-    refusals = partial(_graph_advice, None if way == "graph" or not has_all else partial(
+    if way == "graph" and not chain:
+        raise ArgumentError(
+            "stages of way='graph' are a chain; give way='modules' with chain=False, or leave chain"
+        )
+    has_advice = has_all and chain and way != "graph"
+    refusals = partial(_graph_advice, None if not has_advice else partial(
         split, model, stages, sample=sample, balance=balance, memory_limit=memory_limit,
-        optimizer_bytes=optimizer_bytes, way="graph", chain=chain,
+        optimizer_bytes=optimizer_bytes, way="graph",
     ))  # fmt: skip
     with refusals():
         if way == "graph" and not is_whole:

@@ -223,8 +223,10 @@ class SplitStage(nn.Module):
 
     @property
     def returns_gradients(self) -> bool:
-        """Whether the stages return gradients of inputs of the model."""
-        return bool(self._skeleton.trained)
+        """Whether the stages return gradients of all inputs of the model that may have one."""
+        trained, dtypes = self._skeleton.trained, self._skeleton.dtypes
+        floating = {k for k, x in enumerate(dtypes) if x.is_floating_point or x.is_complex}
+        return bool(trained) and trained >= floating
 
     def model_name(self, name: str) -> str:
         """Return the name in the model of a parameter or buffer of this stage."""
@@ -238,7 +240,6 @@ class SplitStage(nn.Module):
             raise ExecutionError(
                 f"stage {self.number} cannot run in {mode}: {self._skeleton.refused[mode]}"
             )
-        self._n_calls = 0
         before = [(module, key, _attribute(module, key)) for module, key in self._transient]
         once = [_attribute(module, key) for module, _, key in self._once]
         trained = [p.requires_grad for p in self._outer]
@@ -265,7 +266,7 @@ class SplitStage(nn.Module):
                 "sample's forward; write to a clone(), or split with a sample that takes this way"
             ) from error
         finally:
-            self._values = {}
+            self._values, self._n_calls = {}, 0
 
     def _end_once(self, before: Sequence[_Attribute | None]) -> None:
         """Give attributes that forwards set to the model, if the last stage has them.
@@ -313,14 +314,16 @@ class SplitStage(nn.Module):
     def parameters_of(self, name: str, recurse: bool = True) -> Iterator[Tensor]:
         """Yield the parameters of a module around calls; to the model's code, those of all stages.
 
-        So the code may ask for their type and device. Parameters of other stages are missing.
+        So the code may ask for their type and device, and whether they are trained. The values of
+        those of other stages are missing.
         """
         prefix = f"{name}." if name else ""
         for key, value in self._skeleton.model.get_submodule(name).named_parameters("", recurse):
             if prefix + key in self._names:
                 yield self.model.get_parameter(prefix + key)
             elif self.is_running():
-                yield missing(value.shape, value.dtype, self._device)
+                empty = missing(value.shape, value.dtype, self._device)
+                yield empty.requires_grad_(value.requires_grad)
 
     def _for_code(self, source: Source) -> Tensor:
         """Return a value for the model's code: a copy, if the code writes to it."""

@@ -138,10 +138,11 @@ def stages_report(
 
     ``blocks`` count as layers.
     """
-    placement = Placement(range(len(stages)), edges=facts.edges or None)
-    if schedules is None:
-        by_order = [order_by(placement, n_microbatches)] if facts.edges else ()
-        schedules = by_order or ("gpipe", "1f1b")
+    placement = Placement(range(len(stages)), edges=facts.edges)
+    if schedules is None and facts.edges:
+        schedules = [order_by(placement, n_microbatches, name="order_by")]
+    elif schedules is None:
+        schedules = "gpipe", "1f1b"
     orders = _orders(schedules, n_microbatches, placement)
     rows = _stage_rows(stages, facts, frozenset(blocks), batch)
     costs = _row_costs(rows)

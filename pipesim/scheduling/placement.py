@@ -45,8 +45,8 @@ class Placement:
     *others
         The same for each further path; `device_of` is the first one.
     edges
-        Pairs of stages, source before target, between which activations and gradients go. None:
-        each stage to the next.
+        Pairs of stages, source before target, between which activations and gradients go. None,
+        or no pairs: each stage to the next.
 
     Attributes
     ----------
@@ -452,6 +452,8 @@ class Placement:
                     "module before those that it feeds"
                 )
             edges.append((ends[name][1], ends[target][0]))
+        if not edges and len(ends) > 1:
+            raise ArgumentError(f"feeds: none of {len(ends)} modules feeds another; {_FEEDS}")
         return Placement(device_of, edges=edges)
 
 
@@ -525,6 +527,8 @@ def checked_edges(edges: object, n_stages: int) -> Edges:
     if not isinstance(edges, Iterable) or isinstance(edges, (str, bytes, Mapping)):
         raise ArgumentError(f"edges must be pairs of stages, such as {_EDGES}, got {edges!r:.60}")
     pairs = list(itertools.islice(edges, n_stages * (n_stages - 1) // 2 + 1))  # more repeat one
+    if not pairs:
+        return ()
     listed = set[tuple[int, int]]()
     for pair in pairs:
         if not isinstance(pair, (tuple, list, np.ndarray)) or len(pair) != 2:

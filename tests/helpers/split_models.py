@@ -82,7 +82,7 @@ class Translation(nn.Module):
 class VisionLanguage(nn.Module):
     """Blocks of a vision tower, whose output takes the place of words in those of a language model.
 
-    As models of transformers do, it asks the tower for a parameter, and keeps a tensor.
+    As models of transformers do, it asks the tower for parameters, and keeps a tensor.
     """
 
     def __init__(self) -> None:
@@ -99,6 +99,8 @@ class VisionLanguage(nn.Module):
         y = self.vision.patches(image.to(next(self.vision.parameters()).dtype))
         for block in self.vision.blocks:
             y = block(y)
+        if not all(p.requires_grad for p in self.vision.parameters()):
+            y = y.detach()
         self.n_words = (words != 0).sum(1)
         x = x.masked_scatter((words == 0)[..., None], y)
         for block in self.blocks:

@@ -76,7 +76,7 @@ def _lowered(
     tied: tuple[tuple[int, ...], ...] = (),
     edges: tuple[tuple[int, int], ...] = (),
 ) -> ps.TaskGraph:
-    placement = ps.Placement(range(configuration.n_stages), edges=edges or None)
+    placement = ps.Placement(range(configuration.n_stages), edges=edges)
     return ps.lower(
         ps.order_by(placement, _MICROBATCHES) if edges else _schedule(configuration),
         recompute=configuration.recompute, n_replicas=configuration.n_replicas, tied=tied,
@@ -103,6 +103,7 @@ def configurations() -> list[Configuration]:
 #: Configurations of which every run of the tests takes some for each model.
 CONFIGURATIONS = (
     Configuration(2),
+    Configuration(4),
     Configuration(4, chain=False),
     Configuration(3, "gpipe", "always"),
     Configuration(4, "zb_h1"),

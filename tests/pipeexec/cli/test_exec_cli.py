@@ -170,8 +170,8 @@ def test_profile_show_and_validate_with_its_costs(
 
     arguments = ["validate", *options, "--recompute", "never", "--repeat", "2"]
     for file, name in ((path, "1f1b,zb_h1"), (path / "costs.json", "1f1b")):
-        arguments += ["--schedules", name, "--costs", str(file), "--name", name]
-        assert main(arguments) == 0
+        own = ["--schedules", name, "--costs", str(file), "--name", name]
+        assert main([*arguments, *own]) == 0
         out = capsys.readouterr().out
         assert "by Student's t over 2 repeats" in out
         assert "what the error consists of" in out

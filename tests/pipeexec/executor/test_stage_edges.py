@@ -113,6 +113,13 @@ class Skip(nn.Sequential):
         return torch.tanh(self[0](x)) * x + self[1](x)
 
 
+class Pair(Skip):
+    """Two layers, and a second input between them."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return self[1](torch.tanh(self[0](x)) + y)
+
+
 def test_an_encoder_before_a_split_model_trains() -> None:
     """Both stages of the split return gradients of its input to the encoder."""
     model, encoder = Skip(), Mix(1, 1)
@@ -122,6 +129,16 @@ def test_an_encoder_before_a_split_model_trains() -> None:
     with pipeline([encoder, *cut], ps.lower(ps.schedule("zb_h1", 3, 3)), mse) as pipe:
         own = [pipe.step(IMAGES, TARGETS).loss]
     assert_close([*own, *(p.grad for p in encoder.parameters())], its)
+
+
+def test_an_encoder_whose_gradients_would_be_lost_is_refused() -> None:
+    """The sample requires gradients of one input, and the encoder returns two."""
+    sample = IMAGES[:2].clone().requires_grad_(), SOUND[:2]
+    cut = px.split(Pair(), 2, sample=sample, check=False)
+    order = ps.lower(ps.schedule("1f1b", 3, 3))
+    message = "does not return gradients of all its inputs, and stage 0 .* all of whose floating"
+    with pytest.raises(ArgumentError, match=message):
+        pipeline([Mix(1, 2), *cut], order, mse)
 
 
 def of_rank(processes: Processes) -> tuple[Tensor, dict[int, list[Tensor]]]:
@@ -176,7 +193,7 @@ def test_stages_that_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"stage 2 has edges from stages 0, 1.* takes 1"):
         pipeline(model, graph([0, 1, 0, 1, 0]), mse)
     cut = px.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, sample=IMAGES)
-    with pytest.raises(ArgumentError, match=r"stage 0 before it .* with a sample whose"):
+    with pytest.raises(ArgumentError, match=r"stage 0 before it .* with a sample all of whose"):
         pipeline([Mix(1, 1), *cut], ps.lower(ps.schedule("1f1b", 3, 2)), mse)
     fed = ps.lower(ps.order_by(ps.Placement([0, 1, 1], edges=[(0, 1), (0, 2), (1, 2)]), 2))
     with pytest.raises(

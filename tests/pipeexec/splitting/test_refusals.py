@@ -265,6 +265,24 @@ def keeps_number(m: Model, x: Tensor) -> Tensor:
     return plain(m, x)
 
 
+def reads_last(m: Model, x: Tensor) -> Tensor:
+    """Shift the values of a block by those that another one had for the last batch."""
+    x = m.blocks[0](x)
+    y = m.blocks[1](x if m.last is None else x + m.last.data)
+    z = m.blocks[2](x)
+    m.last = z.detach().mean(0)
+    return m.blocks[3](torch.tanh(y) + z)
+
+
+def asks_for_last(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x if m.last is None else 1 * x) + keep_last(m, x)
+
+
+def keep_last(m: Model, x: Tensor) -> Tensor:
+    m.last = m.blocks[0](x).detach().mean(0)
+    return m.last
+
+
 class KeepsNumber(nn.Linear):
     """A block that counts in an attribute."""
 
@@ -888,6 +906,12 @@ REFUSALS: dict[str, Refusal] = {
         ["Model changes n_calls", "change it in a block", "a buffer"],
         [lambda: cut(plain, KeepsNumber), lambda: check(counted(build(count_only)))],
     ),
+    "a tensor of the batch before": Refusal(
+        "where each stage would change its own",
+        lambda: split(build(reads_last, last=lambda: None), 4),
+        ["Model changes last", "change it in a block", "a buffer"],
+        [lambda: cut(asks_for_last, last=lambda: None)],
+    ),
     "a batch norm of several stages": Refusal(
         "changes buffers or attributes of its own",
         lambda: cut(one_norm, norm=Norm),
@@ -1349,6 +1373,7 @@ def _refusals(path: Path) -> list[str]:
 ARGUMENTS = (
     "must be bytes, a number of 0 to", "must name stages of 0 to", "model must be an nn.Module",
     ", chain=False), and other modules are beside it", "and the stages have {}; give a schedule of",
+    "stages of way='graph' are a chain; give way='modules' with chain=False",
 )  # fmt: skip
 #: Texts around messages that have rows.
 FRAMES = ("the constructor {}; make the model and give it itself", "{}; {}")

@@ -48,6 +48,15 @@ def test_stages_compute_what_the_model_computes(name, n):
     assert stages.check(batch(case, 3)) <= (1e-6 if case.is_tied else 0.0)
 
 
+def test_a_vision_tower_is_beside_words():
+    """That of LLaVA is a stage of its own, whose output the language model takes."""
+    case = MODELS["llava"]
+    cuts = ["model.vision_tower.embeddings", "model.language_model.layers.0"]
+    stages = px.split(case.make(), cuts, sample=batch(case, 2), chain=False, check=False)
+    assert stages.edges == ((0, 2), (1, 2))
+    assert stages.check(batch(case, 3)) == 0.0
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "vit"] if EVERY_CASE else ["t5"])
 def test_a_stage_alone_has_the_weights_of_the_model(name):
     """From a function that makes the model; copies of tied parameters, too."""

@@ -379,7 +379,7 @@ def wait_for_steps(folder: Path, n: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_ended_and_continued(folder: Path, number: signal.Signals) -> None:
-    """A process that is killed, or interrupted, continues with the same losses."""
+    """A process that is killed or terminated continues with the same losses."""
     path = write(folder, steps="steps = 100000\ncheckpoint_every = 5")
     process = start(folder, path)
     wait_for_steps(folder, 12)

@@ -121,7 +121,7 @@ def test_colocated_modules() -> None:
 def test_a_chain_is_as_before() -> None:
     """Edges of a chain are no edges: equal, of one hash, with the same text."""
     chain = ps.Placement([0, 1, 1, 0], edges=[(2, 3), (0, 1), (1, 2)])
-    assert chain == ps.Placement([0, 1, 1, 0])
+    assert chain == ps.Placement([0, 1, 1, 0]) == ps.Placement([0, 1, 1, 0], edges=chain.edges)
     assert hash(chain) == hash(ps.Placement([0, 1, 1, 0]))
     assert repr(chain) == "Placement(paths=((0, 1, 1, 0),))"
     assert ps.Placement.linear(4) != TWO_ENCODERS
@@ -163,6 +163,8 @@ def test_bad_modules() -> None:
         ps.Placement.from_modules({**modules, "vision": []}, {"vision": "language"})
     with pytest.raises(ArgumentError, match="stage 0 has no edge"):
         ps.Placement.from_modules(modules, {})
+    with pytest.raises(ArgumentError, match="feeds: none of 2 modules feeds another; give"):
+        ps.Placement.from_modules({"vision": [0], "language": [1]}, {})
 
 
 def test_files_keep_edges(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_orders_do_not_depend_on_the_unit(data: st.DataObject) -> None:
 @given(st.data())
 def test_compiled_orders_are_those_of_a_function(data: st.DataObject) -> None:
     """A priority with a name runs compiled, and as a function of the user as Python."""
-    placement = data.draw(placements().filter(lambda x: not x.shares_stages))
+    placement = data.draw(placements())
     prices = data.draw(costs(placement.n_stages, placement.n_devices))
     limits = [x * data.draw(st.sampled_from([1, 1.5, 3])) for x in bytes_of_one(placement, prices)]
     functions: dict[str, Any] = {
@@ -206,8 +206,9 @@ def test_compiled_orders_are_those_of_a_function(data: st.DataObject) -> None:
         "first_come": lambda a, ready: (ready, a.microbatch, "FIW".index(a.op.name), -a.stage),
     }
     name = data.draw(st.sampled_from(sorted(functions)))
+    limit = data.draw(st.sampled_from([limits, None]))
     options: dict[str, Any] = {
-        "activation_limit": data.draw(st.sampled_from([limits, None])),
+        "activation_limit": None if placement.shares_stages else limit,
         "in_flight": data.draw(st.sampled_from([2, None])),
         "patience": data.draw(st.sampled_from([0, 0.5])),
     }
