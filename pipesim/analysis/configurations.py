@@ -72,7 +72,8 @@ class Configuration:
     def settings(self) -> Mapping[str, Any]:
         """Arguments with which `Costs.transformer` gives the costs; empty if there are none."""
         work = self.costs.work
-        return {} if work is None or work.settings is None else work.settings
+        settings = (None if work is None else work.settings) or {}
+        return settings if "layers_per_stage" in settings else {}  # not with encoders
 
     def with_arguments(self, **changes: Any) -> Configuration:
         """Change arguments of `pipesim.lower`."""

@@ -438,7 +438,8 @@ class Costs(CostFields):
         """Groups of stages with copies of one matrix, as ``tied`` of `pipesim.lower` takes them.
 
         Those of a `Transformer`: embedding and LM head if they are tied; the embedding that
-        multi-token prediction uses; the LM head of losses on several stages. Empty for other costs.
+        multi-token prediction uses; the LM head of losses on several stages. Those of a plan with
+        encoders are the first and the last stage of its language model. Empty for other costs.
         """
         if self.tied_bytes and self._settings.get("vocabulary_parallel"):
             p = len(self._settings["layers_per_stage"])
