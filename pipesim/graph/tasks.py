@@ -358,10 +358,10 @@ class Kinds:
 
     @cached_property
     def holds(self) -> NDArray[np.bool_]:
-        """Whether each replica has a copy of each stage that no lower one has; shape as `homes`.
+        """Whether each replica is the lowest with each stage on its device; shape as `homes`.
 
-        Replicas with a stage on one device share it. The lowest of them has its reductions and its
-        optimizer steps.
+        Replicas with a stage on one device share it. This one has its reductions and its optimizer
+        steps.
         """
         homes = -1 - np.arange(self.homes.size).reshape(self.homes.shape)  # where it has none
         homes[self.replica, self.stage] = self.device

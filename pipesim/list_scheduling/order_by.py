@@ -194,7 +194,7 @@ def list_schedule(
     if placement.shares_stages and in_flight is not None and is_limited:
         raise ArgumentError(
             "in_flight and a memory limit, but paths of the placement share stages: micro-batches "
-            "of several paths could wait for each other for ever; give one of both limits"
+            "of several paths could wait for each other for ever; give one of the two limits"
         )
     problem = make_problem(
         placement,

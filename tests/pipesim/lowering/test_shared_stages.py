@@ -122,7 +122,7 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
 
 def test_refused_limits_and_files(tmp_path: Any) -> None:
     costs = ps.Costs(forward=1, backward=1, activation_bytes=1)
-    with pytest.raises(ArgumentError, match="give one of both limits"):
+    with pytest.raises(ArgumentError, match="give one of the two limits"):
         ps.order_by(rerouted().placement, 4, costs, in_flight=2, activation_limit=4,
                     split_backward=False)  # fmt: skip
     with pytest.raises(ScheduleError, match="paths that share stages"):
