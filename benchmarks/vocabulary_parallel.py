@@ -8,7 +8,7 @@
   once, as a tree or ring of a collective does.
 - Constants are those of presets. Nothing is fitted.
 
-``python benchmarks/vocabulary_parallel.py`` prints the table and writes it, in two minutes.
+``python benchmarks/vocabulary_parallel.py`` prints the table and writes it, within a minute.
 """
 
 from __future__ import annotations

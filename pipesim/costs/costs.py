@@ -426,7 +426,7 @@ class Costs(CostFields):
         """
         settings = self._settings
         split = settings.get("layers_per_stage")
-        n_stages = np.size(np.array(self.forward))
+        n_stages = n_stages_of(self.forward) or 1
         if isinstance(split, list) and n_stages == len(split):
             return write_layout(split, mtp_layers=settings.get("mtp_layers", 0))
         if isinstance(split, str) and n_stages == len(read_layout(split)):
@@ -441,12 +441,12 @@ class Costs(CostFields):
         multi-token prediction uses; the LM head of losses on several stages. Those of a plan with
         encoders are the first and the last stage of its language model. Empty for other costs.
         """
+        n_stages = n_stages_of(self.forward) or 1
         if self.tied_bytes and self._settings.get("vocabulary_parallel"):
             p = len(self._settings["layers_per_stage"])
-            n_stages = np.size(np.array(self.forward))
             return tuple((k, 2 * p + k) for k in range(p)) if n_stages == 3 * p + 1 else ()
         chain: list[list[int]] = self._settings.get("tied_stages", [])  # of a plan with encoders
-        if self.tied_bytes and chain and chain[0][-1] == np.size(np.array(self.forward)) - 1:
+        if self.tied_bytes and chain and chain[0][-1] == n_stages - 1:
             return tuple(map(tuple, chain))
         layout = self.layout if self.tied_bytes else None
         if layout is None:

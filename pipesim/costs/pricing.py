@@ -105,7 +105,7 @@ def cost_table(costs: Costs, routes: KindRoutes, *, with_links: bool = True) -> 
             links = _collective_links(routes, nbytes, links)
         if costs.overlap_cost:
             overlap_cost = _overlap_costs(costs, routes, duration, nbytes)
-    if costs.tied_bytes and not graph.tied:
+    if costs.tied_bytes and not graph.tied and (graph.kinds.op == Op.STEP).any():
         _add_tied_sums(costs, routes, duration)
     if costs.expert_layers or (kinds.has_segments and Op.R in kinds.ops):
         add_expert_exchanges(costs, routes, duration)
@@ -149,9 +149,10 @@ def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
     """
     graph = routes.graph
     if graph.edges:
+        name = "costs.tied_stages" if costs.tied_stages else "such as [(2, 5)], to name the stages"
         raise CostsError(
             "tied_bytes are of the first and the last stage of a chain, but the stages of the "
-            "graph have edges; lower with tied=, such as [(2, 5)], to name the stages"
+            f"graph have edges; lower with tied={name}"
         )
     if isinstance(costs.tied_bytes, tuple):
         raise CostsError(

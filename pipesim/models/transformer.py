@@ -628,7 +628,9 @@ class Transformer:
             Whether embedding and LM head are divided over the ``p`` devices, whose layers are
             ``layers_per_stage``: costs of the ``3p + 1`` stages of ``pipesim.schedule("1f1b",
             vocabulary_parallel=True)``. Slices have equal sizes, padded. Each slice of the head
-            has a final norm. `Costs.tied_stages` are slices of a tied matrix on one device.
+            has a final norm. `Costs.tied_stages` are slices of a tied matrix on one device, which
+            holds both, each with its gradient and optimizer state. ``optimizer_step`` is of each
+            stage: a device steps three of them, and the last device four.
         **settings
             Fields of `Parallel` that are other than those of ``parallel``; without it,
             ``microbatch_size`` must be among them. If experts are spread over several replicas,

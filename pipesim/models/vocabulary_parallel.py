@@ -41,7 +41,7 @@ def check_vocabulary_parallel(shard: Shard, layers_per_stage: object, **others: 
     if shard.model.mtp_layers:
         raise ArgumentError(
             f"the model has {shard.model.mtp_layers} mtp_layers, whose losses "
-            "vocabulary_parallel does not divide; leave one of both out"
+            "vocabulary_parallel does not divide; leave one of the two out"
         )
     for name, value in others.items():
         if name in ("launch", "optimizer_step"):

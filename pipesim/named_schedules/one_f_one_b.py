@@ -77,9 +77,10 @@ def one_f_one_b(
     ``p`` to ``2p - 1`` have the layers, ``2p`` to ``3p - 1`` are slices of the head, one a device
     each, and ``3p`` on the last device joins their statistics to the loss. Between F and B of the
     last layers come F and B of all head slices, the paper's S and T. Each runs one period after
-    what it needs, so that messages hide: device ``i`` holds ``p - i + 2`` micro-batches. The idle
-    time of a device is that of 1F1B, ``(p - 1)(f + b)``, exactly on two devices, and up to one
-    period of F, B, S and T more on others if B takes twice as long as F or longer.
+    what it needs, so that messages hide: device ``i`` holds ``p - i + 2`` micro-batches. With equal
+    devices, free transfers and these costs, the idle time of a device is that of 1F1B, ``(p - 1)(f
+    + b)``, exactly on two devices if B is no shorter than F, and at most about one period of F, B,
+    S and T more on others, for any number of micro-batches.
 
     Parameters
     ----------
@@ -90,8 +91,8 @@ def one_f_one_b(
         none.
     vocabulary_parallel
         Costs of the ``3p + 1`` stages, whose seconds decide where S and T stand between F and B, as
-        in the paper; or ``True``, for B of twice F and a vocabulary that takes no time. False (the
-        default) for a chain of stages.
+        in the paper (two orders are simulated, for fast and for slow messages); or ``True``, for B
+        of twice F and a vocabulary that takes no time. False (the default) for a chain of stages.
     """
     merged = checked_merged(merged)
     if not isinstance(vocabulary_parallel, bool | np.bool_ | Costs):
@@ -101,7 +102,7 @@ def one_f_one_b(
     if vocabulary_parallel:
         if merged:
             raise ArgumentError(
-                "merged actions are for 1F1B without vocabulary_parallel; leave one of both out"
+                "merged actions are for 1F1B without vocabulary_parallel; leave one of the two out"
             )
         costs = vocabulary_parallel if isinstance(vocabulary_parallel, Costs) else None
         return vocabulary_parallel_1f1b(n_devices, n_microbatches, costs)

@@ -14,10 +14,12 @@ import math
 from itertools import accumulate
 
 from pipesim.costs.costs import Costs
+from pipesim.lowering.lower import lower
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import check_schedule, check_stages
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
+from pipesim.simulation.simulate import predict_timeline
 
 #: Micro-batches that a device holds more than in 1F1B: one for each of the two times that all
 #: devices wait for each other, before and after T.
@@ -49,32 +51,42 @@ def vocabulary_parallel_1f1b(p: int, m: int, costs: Costs | None = None) -> Sche
     Each period of the steady state has F, B, S and T of one micro-batch on each device. F and B
     move along the devices as in 1F1B. S and T of a micro-batch run at one time on all devices, so
     that seconds decide between which F and B of a device they are: after B of a micro-batch on the
-    last device, those of devices before it come later by the seconds of B.
+    last device, those of devices before it come later by the seconds of B, counted in periods of F
+    and B. If messages are slow, periods that have S and T too may be better: the two orders are
+    simulated, and the shorter one is returned.
 
     Without costs, B takes twice as long as F, and the vocabulary no time.
     """
     check_schedule("1f1b", (6 * p + 2) * m)
     placement = vocabulary_placement(p)
-    forward, backward, period = [_FORWARD] * p, [_BACKWARD] * p, _FORWARD + _BACKWARD
-    if costs is not None:
-        mean, n = costs.averaged(), placement.n_stages
+    forward, backward, periods = [_FORWARD] * p, [_BACKWARD] * p, [_FORWARD + _BACKWARD]
+    mean = None if costs is None else costs.averaged()
+    if mean is not None:
+        n = placement.n_stages
         both = [mean.per_stage(name, n).tolist() for name in ("forward", "backward")]
         forward, backward = (seconds[p : 2 * p] for seconds in both)
         busy = [0.0] * p
         for stage, device in enumerate(placement.device_of):
             busy[device] += both[0][stage] + both[1][stage]
-        period = max(busy)
+        periods = [max(map(sum, zip(forward, backward, strict=True))), max(busy)]
     # Seconds from B on the last device to B on each device.
     later = list(accumulate(reversed(backward[1:]), initial=0.0))[::-1]
     # T before the first B of each device: those that begin by then, and one that would wait for
     # longer behind B than the F that the last device runs meanwhile.
-    first_t = [
-        2 + math.floor((seconds - forward[-1]) / period + _ROUNDING) if period else 2
-        for seconds in later
-    ]
-    first_t[-1] = 1
-    orders = [_device_order(device, p, m, first_t) for device in range(p)]
-    return Schedule.from_columns("1f1b", placement, m, orders)
+    schedules = {}
+    for period in periods:
+        first_t = [
+            2 + math.floor((seconds - forward[-1]) / period + _ROUNDING) if period else 2
+            for seconds in later[:-1]
+        ] + [1]
+        orders = [_device_order(device, p, m, first_t) for device in range(p)]
+        schedules[tuple(first_t)] = Schedule.from_columns("1f1b", placement, m, orders)
+    first, *others = schedules.values()
+    if mean is None or not others:
+        return first
+    return min(
+        (first, *others), key=lambda own: predict_timeline(lower(own, step="none"), mean).makespan
+    )
 
 
 def _device_order(

@@ -376,8 +376,10 @@ def _make_schedule(
 
     A limit of all bytes is left out: ``limits`` are the bytes of activations that it leaves.
     """
-    options = {"costs": costs} if costs and "costs" in info.options else {}
+    options: dict[str, Any] = {"costs": costs} if costs and "costs" in info.options else {}
     options |= case["options"]
+    if costs and options.get("vocabulary_parallel") is True:
+        options["vocabulary_parallel"] = costs
     if _takes_limits(info) and (costs is None or np.any(costs.activation_bytes)):
         options.pop("memory_limit", None)
         if limits is not None:
@@ -448,7 +450,10 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
     info = info or source_info(case["name"])
     costs = _make_costs(info, case)
-    graph = _lowered(_make_schedule(info, case, costs), case)
+    schedule = _make_schedule(info, case, costs)
+    if schedule.placement.edges:
+        case = {"tied": costs.tied_stages, **case}
+    graph = _lowered(schedule, case)
     graph = _limited_graph(info, case, costs, graph)
     options = {"engine": case["engine"]} if "engine" in case else {}
     if "memory_limit" in case:

@@ -68,9 +68,14 @@ def test_tied_slices_are_on_one_device() -> None:
     is_sum = timeline.graph.is_op(frozenset({ps.Op.REDUCE_TIED}))
     assert is_sum.sum() == P
     assert not timeline.nbytes[is_sum].any()
-    with pytest.raises(CostsError, match="lower with tied="):
+    with pytest.raises(CostsError, match=r"lower with tied=costs\.tied_stages"):
         ps.simulate(ps.lower(schedule), own)
+    forward = ps.lower(schedule, forward_only=True)  # sums no gradients
+    assert ps.simulate(forward, own).makespan < timeline.makespan
     assert costs().tied_stages == ()
+    assert (
+        costs(replace(MODEL, tied_embeddings=True), lengths=[8, 4]).tied_stages == own.tied_stages
+    )
 
 
 def test_settings_give_the_costs_again() -> None:
@@ -84,16 +89,22 @@ def test_settings_give_the_costs_again() -> None:
 
 
 def test_sweeps_give_the_costs_that_the_schedule_needs() -> None:
-    """By the option of the schedule; the rest of the settings stays."""
+    """The schedule orders for these costs, and its graph sums the gradients of tied slices."""
     settings = {"hidden_size": H, "n_layers": 6, "n_heads": 2, "sequence_length": 8,
-                "vocabulary_size": V, "tied_embeddings": False, "microbatch_size": 2,
-                "flops_per_second": 1e9, "n_devices": P, "n_microbatches": 6}  # fmt: skip
+                "vocabulary_size": V, "microbatch_size": 2, "gpu": "a100_80gb", "latency": 1e-3,
+                "n_devices": 6, "n_microbatches": 6}  # fmt: skip
     table = ps.sweep(
         {"vocabulary_parallel": [False, True]}, base={"schedule": "1f1b", **settings}, n_jobs=1
     )
-    own = costs(gpu=None, flops_per_second=1e9)
-    graph = ps.lower(ps.schedule("1f1b", P, 6, vocabulary_parallel=True))
-    assert table["makespan"].iloc[1] == ps.simulate(graph, own).makespan < table["makespan"].iloc[0]
+    tied, network = replace(MODEL, tied_embeddings=True), ps.Network(latency=1e-3)
+    own = costs(tied, [1] * 6, gpu="a100_80gb", network=network)
+    times = [
+        ps.simulate(
+            ps.lower(ps.schedule("1f1b", 6, 6, vocabulary_parallel=x), tied=own.tied_stages), own
+        ).makespan
+        for x in (own, True)
+    ]
+    assert table["makespan"].iloc[1] == times[0] < times[1]
 
 
 @pytest.mark.parametrize(
