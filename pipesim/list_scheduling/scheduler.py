@@ -506,10 +506,11 @@ def _arrive(
 ) -> None:  # fmt: skip
     """Count data for the action of a lane's micro-batch, there at ``time`` (s); add it if last."""
     action = problem.lane_ptr[lane] + number
-    progress.n_needed[action] -= 1
-    time = progress.arrival[action] = max(progress.arrival[action], time)
-    if progress.n_needed[action] > 0:
-        return
+    if problem.n_needed[lane] > 1:
+        progress.n_needed[action] -= 1
+        time = progress.arrival[action] = max(progress.arrival[action], time)
+        if progress.n_needed[action] > 0:
+            return
     add(queues, ranks, lane, action, time)
     device = problem.home[lane % len(problem.home)]
     progress.wake[device] = min(progress.wake[device], max(time, progress.free[device]))

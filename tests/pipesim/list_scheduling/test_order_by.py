@@ -202,9 +202,11 @@ def test_compiled_orders_are_those_of_a_function(data: st.DataObject) -> None:
     prices = data.draw(costs(placement.n_stages, placement.n_devices))
     limits = [x * data.draw(st.sampled_from([1, 1.5, 3])) for x in bytes_of_one(placement, prices)]
     functions: dict[str, Any] = {
-        "forward_first": lambda a, ready: ("FIW".index(a.op.name), a.microbatch, -a.stage),
-        "first_come": lambda a, ready: (ready, a.microbatch, "FIW".index(a.op.name), -a.stage),
-    }
+        "forward_first": lambda a, ready: ("FIW".index(a.op.name), turns[a.microbatch], -a.stage),
+        "first_come": lambda a, ready: (
+            ready, turns[a.microbatch], "FIW".index(a.op.name), -a.stage
+        ),
+    }  # fmt: skip
     name = data.draw(st.sampled_from(sorted(functions)))
     limit = data.draw(st.sampled_from([limits, None]))
     options: dict[str, Any] = {
@@ -213,6 +215,11 @@ def test_compiled_orders_are_those_of_a_function(data: st.DataObject) -> None:
         "patience": data.draw(st.sampled_from([0, 0.5])),
     }
     m = data.draw(st.integers(placement.n_paths, 5))
+    turns = list(range(m))
+    if placement.shares_stages:  # paths take turns
+        path = placement.path_of(m)
+        place = np.arange(m) - np.searchsorted(path, path)
+        turns = (place * placement.n_paths + path).tolist()
     with warnings.catch_warnings(), compiled():
         warnings.simplefilter("ignore", CostsWarning)
         by_name, by_function = (
