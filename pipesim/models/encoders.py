@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +71,7 @@ class Encoder:
     (1,)
     """
 
-    model: Annotated[Transformer, "give such as pipesim.Transformer(...)"]
+    model: Transformer
     sequences: Size = 1
     tensor_parallel: int | Sequence[int] | None = None
 
