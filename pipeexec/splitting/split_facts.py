@@ -302,10 +302,10 @@ class SplitFacts:
 
     def stage_inputs(self, stage: int, batch: Any, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the tensors that a stage takes, from outputs of the stages before it."""
-        pairs = stage_pairs(self.edges, self.n_stages).tolist()
         if stage in self._inputs:
             inputs = self.inputs(batch)
             return tensors_in(inputs if len(self._inputs) == 1 else inputs[stage])
+        pairs = stage_pairs(self.edges, self.n_stages).tolist()
         return tensors_in([outputs[a] for a, b in pairs if b == stage])
 
     def compared(

@@ -20,7 +20,7 @@ from pipesim.list_scheduling.limits import (
 )
 from pipesim.ops import Op
 from pipesim.scheduling.memory_checks import FEWER_TASKS
-from pipesim.scheduling.placement import Placement, stage_pairs
+from pipesim.scheduling.placement import Placement, first_on_device, stage_pairs
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
@@ -86,7 +86,8 @@ def make_problem(
     values = [_lane_values(placement, x, phases, arcs) for x in different]
     _check_sums(values, n_microbatches, n_paths)
     in_flight_of_stages = checked_in_flight(in_flight, n_stages)  # may be too large for a float
-    home = np.array(placement.paths).T.ravel()
+    homes = np.array(placement.paths)
+    home, shared = homes.T.ravel(), np.arange(n_stages) * n_paths + first_on_device(homes)
     path = np.arange(len(home)) % n_paths
     count, lane_ptr, lane = lane_actions(n_microbatches, n_paths, len(home) * len(phases))
     first = np.cumsum(count) - count
@@ -108,7 +109,7 @@ def make_problem(
         n_microbatches=n_microbatches,
         n_phases=len(phases),
         home=home,
-        shared=first_sharers(placement),
+        shared=shared.T.ravel(),
         copies_ptr=np.append(0, np.cumsum(np.bincount(home))),
         copies=np.lexsort((path, home)),
         first=first,
@@ -170,15 +171,6 @@ def lane_actions(n_microbatches: int, n_paths: int, n_lanes: int) -> tuple[Ints,
     lane_count = count[np.arange(n_lanes) % n_paths]
     lane_ptr = np.append(0, np.cumsum(lane_count))
     return count, lane_ptr, np.repeat(np.arange(n_lanes), lane_count)
-
-
-def first_sharers(placement: Placement) -> Ints:
-    """Return the first copy with the stage and the device of each copy; see `Problem`."""
-    homes = np.array(placement.paths).T
-    cell = homes + np.arange(placement.n_stages)[:, None] * placement.n_devices
-    _, first, number = np.unique(cell, return_index=True, return_inverse=True)
-    sharers: Ints = first[number.ravel()]
-    return sharers
 
 
 def operations(problem: Problem) -> tuple[Op, ...]:

@@ -89,7 +89,7 @@ class Encoder:
 
 
 #: Settings of a language model that its encoders do not have.
-_OF_THE_LANGUAGE_MODEL = (
+_LANGUAGE_MODEL_ONLY = (
     "context_parallel", "expert_parallel", "expert_tensor_parallel", "routing", "expert_exchange",
     "dispatch_element_bytes",
 )  # fmt: skip
@@ -110,7 +110,7 @@ def encoder_shard(encoder: Encoder, main: Shard, tensor_parallel: int) -> Shard:
     splits_sequence = main.sequence_parallel and tensor_parallel > 1
     settings = {
         **main.settings,
-        **{x: getattr(Parallel, x) for x in _OF_THE_LANGUAGE_MODEL},
+        **{x: getattr(Parallel, x) for x in _LANGUAGE_MODEL_ONLY},
         "tensor_parallel": tensor_parallel,
         "microbatch_size": -(-encoder.sequences * main.microbatch_size // groups),
         "sequence_parallel": splits_sequence and length % tensor_parallel == 0,

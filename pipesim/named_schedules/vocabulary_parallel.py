@@ -23,7 +23,7 @@ from pipesim.simulation.simulate import predict_timeline
 
 #: Micro-batches that a device holds more than in 1F1B: one for each of the two times that all
 #: devices wait for each other, before and after T.
-_MORE = 2
+_EXTRA_IN_FLIGHT = 2
 #: Seconds of F and B without costs.
 _FORWARD, _BACKWARD = 1.0, 2.0
 _ROUNDING = 1e-9
@@ -116,7 +116,7 @@ def _device_order(
         """List T of micro-batch ``k`` and S of the next, with the embedding of one each way."""
         run(Op.B, head, k)
         run(Op.F, head, k + 1)
-        run(Op.F, embedding, k - first_t[0] + p + _MORE + 1)
+        run(Op.F, embedding, k - first_t[0] + p + _EXTRA_IN_FLIGHT + 1)
         run(Op.B, embedding, k - first_t[0] - 1)
 
     def join(k: int) -> None:
@@ -125,7 +125,7 @@ def _device_order(
             run(Op.F, loss, k)
             run(Op.B, loss, k)
 
-    in_flight = p - device + _MORE
+    in_flight = p - device + _EXTRA_IN_FLIGHT
     for k in range(in_flight):  # warm-up
         run(Op.F, embedding, k + device + 1)
         if k == in_flight - 2:
@@ -133,7 +133,7 @@ def _device_order(
         elif k == in_flight - 1:
             vocabulary(0)
         run(Op.F, layers, k)
-        join(k - in_flight + _MORE)
+        join(k - in_flight + _EXTRA_IN_FLIGHT)
     for k in range(1, first_t[device]):
         vocabulary(k)
     for k in range(m):

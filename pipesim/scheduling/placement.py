@@ -591,19 +591,29 @@ def _placement(device_of: tuple[int, ...]) -> Placement:
     return Placement(device_of)
 
 
-def is_first_on_device(homes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return whether each path, or replica, is the first with each stage on its device.
+def first_on_device(homes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first path, or replica, that has each stage on the device of each path.
 
-    Others share that stage. ``homes`` has the device of each stage, and the result has its shape:
-    ``(n_paths, n_stages)``.
+    Paths with a stage on one device share it. ``homes`` has the device of each stage, and the
+    result has its shape: ``(n_paths, n_stages)``.
+
+    >>> first_on_device(np.array([[0, 1], [2, 1]])).tolist()
+    [[0, 0], [1, 0]]
+    """
+    n_stages = homes.shape[1]
+    cells = homes * n_stages + np.arange(n_stages)
+    _, first, number = np.unique(cells, return_index=True, return_inverse=True)
+    paths: NDArray[np.int64] = (first // n_stages)[number.reshape(homes.shape)]
+    return paths
+
+
+def is_first_on_device(homes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether each path is the first with each stage on its device; see `first_on_device`.
 
     >>> is_first_on_device(np.array([[0, 1], [2, 1]])).tolist()
     [[True, True], [True, False]]
     """
-    n_stages = homes.shape[1]
-    _, first = np.unique(homes * n_stages + np.arange(n_stages), return_index=True)
-    is_first = np.zeros(homes.shape, dtype=bool)
-    is_first.flat[first] = True
+    is_first: NDArray[np.bool_] = first_on_device(homes) == np.arange(len(homes))[:, None]
     return is_first
 
 

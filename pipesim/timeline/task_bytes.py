@@ -137,9 +137,14 @@ class StaticBytes(NamedTuple):
 
 def static_parts(graph: TaskGraph, costs: Costs) -> StaticBytes:
     """Return the parts of `static`."""
-    homes, holds = graph.homes, graph.kinds.holds
-    parts = (np.broadcast_to(part, homes.shape) for part in _stage_parts(graph, costs))
-    return StaticBytes(*(bincount(homes[holds], part[holds], graph.n_devices) for part in parts))
+    parts = (np.broadcast_to(part, graph.homes.shape) for part in _stage_parts(graph, costs))
+    return StaticBytes(*(_of_devices(graph, part) for part in parts))
+
+
+def _of_devices(graph: TaskGraph, held: Floats) -> Floats:
+    """Return the bytes of each device, from those of `homes`; replicas share stages there."""
+    holds = graph.kinds.holds
+    return bincount(graph.homes[holds], held[holds], graph.n_devices)
 
 
 def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
@@ -155,8 +160,7 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     parameters, gradients, optimizer = _stage_parts(graph, costs)
     with np.errstate(over="ignore"):
         held = parameters + gradients + optimizer
-    holds = graph.kinds.holds
-    return finite_bytes(bincount(graph.homes[holds], held[holds], graph.n_devices))
+    return finite_bytes(_of_devices(graph, held))
 
 
 def _stage_parts(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
