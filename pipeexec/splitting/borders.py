@@ -308,8 +308,8 @@ class Route(NamedTuple):
 def stage_edges(flow: DataFlow, calls: Sequence[range]) -> Edges:
     """Return the edges between stages: from each to those that need a value of it.
 
-    An edge is left out beside a way over other stages, which pass the value on. A stage that no
-    other one needs gets an edge to the last. Empty for a chain.
+    There is no edge where other stages pass the value on. A stage that no other one needs gets an
+    edge to the last. Empty for a chain.
     """
     all_needs, n = _needs(flow, calls), len(calls)
     before: list[set[int]] = []  # stages from which there is a way to each stage
@@ -328,7 +328,7 @@ def stage_edges(flow: DataFlow, calls: Sequence[range]) -> Edges:
 def routes(flow: DataFlow, calls: Sequence[range], n_inputs: int, edges: Edges) -> list[Route]:
     """Return the values that each stage receives and sends; a first stage alone takes all inputs.
 
-    A value goes over the first stages before a stage that have it.
+    If several stages before a stage have a value, the first of them sends it.
     """
     n, all_needs = len(calls), _needs(flow, calls)
     before: list[list[int]] = [[] for _ in calls]

@@ -261,7 +261,7 @@ class _Follow(TorchDispatchMode):
         return self._values[key][1]
 
     def use(self, tensors: Iterable[Tensor]) -> None:
-        """Note which attributes of before the forward have the memory of tensors that it uses."""
+        """Note which of the attributes that modules had before share memory with these tensors."""
         if self._kept_before:
             self.used.update(self._kept_before.keys() & map(storage_of, tensors))
 
