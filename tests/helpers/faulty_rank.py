@@ -106,7 +106,8 @@ def _garble_headers() -> None:
 #: What can go wrong in a task, just before what it does, or between steps.
 ACTS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    # After `os.kill`, this thread would run on until another thread takes the signal.
+    "stop": lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
     "abort": os.abort,
     "sleep": lambda: time.sleep(1000),
     "hold": _hold_the_interpreter,
