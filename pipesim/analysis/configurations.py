@@ -263,8 +263,8 @@ def _of_devices(costs: Costs, placement: Placement) -> Costs:
             total = bincount(device, values, placement.n_devices)
         changed[name] = total
     changed["segments"] = None  # of other stages
-    if costs.buckets is not None or costs.exchange_bytes is not None or costs.skip_sizes:
-        raise CostsError("buckets, exchange_bytes and skip_bytes are of other stages")
+    if costs.buckets is not None or costs.exchange_bytes or costs.skip_sizes or costs.tied:
+        raise CostsError("buckets, exchange_bytes, skip_bytes and tied are of other stages")
     return replace(costs, **changed)
 
 

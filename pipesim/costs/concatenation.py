@@ -13,6 +13,8 @@ from pipesim.network.network import Network
 
 #: Fields of stages that are not joined.
 _OF_STAGES = ("buckets", "segments", "exchange_bytes")
+#: Groups of tied stages, and the bytes of each.
+_TIED = ("tied", "tied_bytes")
 
 
 class _Part(NamedTuple):
@@ -33,6 +35,8 @@ def concatenate(parts: Mapping[str, tuple[Costs, int]], network: Network | None)
         if name in values:
             continue
         own = [getattr(part.costs, name) for part in checked]
+        if name in _TIED:
+            continue
         if row.item == "stage" and any(value != row.default for value in own):
             values[name] = [x for part in checked for x in _of_stages(part, name, row)]
         elif name in _OF_STAGES and any(value is not None for value in own):
@@ -44,7 +48,7 @@ def concatenate(parts: Mapping[str, tuple[Costs, int]], network: Network | None)
             values[name] = _shifted(checked)
         elif row.item != "stage":
             values[name] = _common(checked, name, Network() if name == "network" else row.default)
-    return Costs(**values)
+    return Costs(**values, **_tied(checked))
 
 
 def _checked_parts(parts: object) -> list[_Part]:
@@ -102,6 +106,28 @@ def _shifted(parts: Sequence[_Part]) -> dict[tuple[int, int], Any]:
         sizes |= {(a + first, b + first): size for (a, b), size in own or ()}
         first += part.n_stages
     return sizes
+
+
+def _tied(parts: Sequence[_Part]) -> dict[str, Any]:
+    """Return the groups of tied stages, with numbers of the pipeline, and the bytes of each."""
+    groups: list[tuple[int, ...]] = []
+    sizes: list[float] = []
+    first = 0
+    for part in parts:
+        costs, last = part.costs, part.n_stages - 1
+        own = costs.tied_stages or (((0, last),) if last else ())
+        nbytes: Any = costs.tied_bytes
+        if isinstance(nbytes, tuple) and (not costs.tied_stages or len(nbytes) != len(own)):
+            raise CostsError(
+                f"tied_bytes of {part.name!r} are of {len(nbytes)} groups of tied stages, but its "
+                f"costs name {len(costs.tied_stages)}; name each with "
+                "dataclasses.replace(costs, tied=[(0, 2), (1, 2)])"
+            )
+        if costs.tied_bytes or costs.tied:
+            groups += [tuple(first + stage for stage in group) for group in own]
+            sizes += nbytes if isinstance(nbytes, tuple) else [nbytes] * len(own)
+        first += part.n_stages
+    return {"tied": groups, "tied_bytes": sizes} if groups else {}
 
 
 def _common(parts: Sequence[_Part], name: str, default: Any) -> Any:

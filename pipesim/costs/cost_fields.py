@@ -44,8 +44,7 @@ class Workload:
         Bytes of memory of one GPU; None if unknown. ``Costs`` have the bytes of one GPU too.
     settings
         Arguments with which `pipesim.Costs.transformer` returns these costs again, except for
-        their network, as values of JSON; None if there are none. Those of a plan with encoders are
-        ``tied_stages`` alone: such costs cannot be built again.
+        their network, as values of JSON; None if there are none.
     n_slices
         Number of slices of a sequence, if a micro-batch is one of them; None (the default) if not
         known. Costs with this workload price graphs of as many slices only.

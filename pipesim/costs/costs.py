@@ -42,6 +42,7 @@ from pipesim.costs.rows import (
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import CostsError, CostsWarning, check_count, check_name, check_type
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.options import checked_tied
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes
 from pipesim.network.network import Network
 from pipesim.scheduling.memory_checks import check_stages
@@ -215,6 +216,12 @@ class Costs(CostFields):
         A graph that was lowered without ``tied`` has no such task: one number is then that of each
         group of `tied_stages`, or of the first and the last stage. STEP of a group's stages takes
         as much longer as the sum takes, unless one device has all copies. 0 (the default) for none.
+    tied
+        Groups of stages with such copies, as `pipesim.lower` takes them, such as ``[(2, 5)]``:
+        those of `tied_stages` then. Empty (the default) for those of a `Transformer`.
+    last_logits
+        Whether these are costs of a server, as `Transformer.costs` returns them with
+        ``last_logits=True``: without a loss, so that they price forward-only graphs alone.
     network
         Links between devices. The times of messages, reductions and exchanges follow from it.
         Collectives of tensor parallelism are part of F, B, I, W and R: they follow from the
@@ -438,16 +445,15 @@ class Costs(CostFields):
         """Groups of stages with copies of one matrix, as ``tied`` of `pipesim.lower` takes them.
 
         Those of a `Transformer`: embedding and LM head if they are tied; the embedding that
-        multi-token prediction uses; the LM head of losses on several stages. Those of a plan with
-        encoders are the first and the last stage of its language model. Empty for other costs.
+        multi-token prediction uses; the LM head of losses on several stages. Those of ``tied`` if
+        that is set, as in costs of several modules. Empty for other costs.
         """
+        if self.tied:
+            return checked_tied(self.tied)
         n_stages = n_stages_of(self.forward) or 1
         if self.tied_bytes and self._settings.get("vocabulary_parallel"):
             p = len(self._settings["layers_per_stage"])
             return tuple((k, 2 * p + k) for k in range(p)) if n_stages == 3 * p + 1 else ()
-        chain: list[list[int]] = self._settings.get("tied_stages", [])  # of a plan with encoders
-        if self.tied_bytes and chain and chain[0][-1] == n_stages - 1:
-            return tuple(map(tuple, chain))
         layout = self.layout if self.tied_bytes else None
         if layout is None:
             return ()
@@ -512,6 +518,12 @@ class Costs(CostFields):
                 f"per='layers' cuts {n_devices} parts of the model into {n_stages} stages, which "
                 "do not divide evenly; give costs of layers, as Layers.costs takes them"
             )
+        if self.tied and n_stages > n_devices:
+            raise CostsError(
+                f"tied={list(self.tied)} names stages of these costs, not of the {n_stages} stages "
+                "of the placement; leave it out with dataclasses.replace(costs, tied=()), and give "
+                "it to the result"
+            )
         if self.n_microbatches is not None:
             unit: Per = "layers" if by_layers else "device"
             return each_microbatch(lambda costs: costs.in_chunks(placement, unit), self)
@@ -561,9 +573,10 @@ class Costs(CostFields):
 
         - Values of stages and micro-batches are joined. If a field is missing in one module, its
           substitute stands for it, such as ``forward`` for ``recompute``.
-        - Stages of ``skip_bytes`` get the numbers that they have in the pipeline.
-        - Fields of the whole pipeline, such as ``network`` and ``all_reduce``, are those of the
-          modules that do not have the default; ``workload`` is left out.
+        - Stages of ``skip_bytes`` and ``tied`` get the numbers that they have in the pipeline. A
+          module whose ``tied_bytes`` are of its first and last stage gets the group of both.
+        - Fields of the whole pipeline, such as ``network``, ``all_reduce`` and ``last_logits``,
+          are those of the modules that do not have the default; ``workload`` is left out.
 
         Parameters
         ----------

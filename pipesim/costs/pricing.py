@@ -28,6 +28,7 @@ from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
 from pipesim.graph.copies import copy_of_replicas
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.options import Tied, checked_tied
 from pipesim.graph.skips import Skip, SkipBytes, input_bytes
 from pipesim.graph.skips import message_bytes as skip_message_bytes
 from pipesim.graph.tasks import Kinds
@@ -55,8 +56,7 @@ def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
 
     Values may overflow to infinity; the callers of engines check that times are finite.
     """
-    work = costs.work
-    if work is not None and not graph.forward_only and (work.settings or {}).get("last_logits"):
+    if costs.last_logits and not graph.forward_only:
         raise CostsError(
             "costs have the logits of last tokens alone and no loss (last_logits=True), but the "
             "graph trains; give forward_only=True to lower, or costs without last_logits"
@@ -148,26 +148,29 @@ def _add_tied_sums(costs: Costs, routes: KindRoutes, duration: Floats) -> None:
     those of its own copies, once a device. A device with all copies has no sum to make.
     """
     graph = routes.graph
-    if graph.edges:
+    if graph.edges and not costs.tied:
         name = "costs.tied_stages" if costs.tied_stages else "such as [(2, 5)], to name the stages"
         raise CostsError(
             "tied_bytes are of the first and the last stage of a chain, but the stages of the "
             f"graph have edges; lower with tied={name}"
         )
-    if isinstance(costs.tied_bytes, tuple):
+    if isinstance(costs.tied_bytes, tuple) and not costs.tied:
         raise CostsError(
             f"tied_bytes are of {len(costs.tied_bytes)} groups of tied stages, but the graph has "
             "none; lower with tied=, such as [(0, 3)], or give one number"
         )
     kinds, is_step = graph.kinds, graph.kinds.op == Op.STEP
-    for group in costs.tied_stages or ((0, graph.n_stages - 1),):
+    groups = costs.tied_stages or ((0, graph.n_stages - 1),)
+    if costs.tied:
+        groups = checked_tied(costs.tied, graph.n_stages)
+    for group, nbytes in zip(groups, _tied_bytes(costs, groups).tolist(), strict=True):
         for replica, homes in enumerate(graph.homes[:, group]):
             devices, first = np.unique(homes, return_index=True)
             if len(devices) > 1:
                 own = (kinds.replica == replica) & np.isin(kinds.stage, np.array(group)[first])
                 rows = is_step & own
                 members = routes.true_devices(devices)
-                duration[rows] += costs.network.all_reduce(costs.tied_bytes, members, "fastest")
+                duration[rows] += costs.network.all_reduce(nbytes, members, "fastest")
 
 
 def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
@@ -253,7 +256,7 @@ class _Prices:
         self.costs, self.routes, self.graph = costs, routes, routes.graph
         self.step_parts = optimizer_parts(costs, self.graph)
         self.exchange_bytes = _uneven_bytes(costs, self.graph)
-        self.tied_bytes = _tied_bytes(costs, self.graph)
+        self.tied_bytes = _tied_bytes(costs, self.graph.tied)
         if costs.expert_replicas > 1:
             check_expert_replicas(costs, self.graph)
         n, buckets = self.graph.n_stages, costs.buckets
@@ -420,17 +423,26 @@ def _uneven_bytes(costs: Costs, graph: TaskGraph) -> dict[int, dict[str, Floats]
     return {stage: {k: np.array(matrix) for k, matrix in own} for stage, own in stages.items()}
 
 
-def _tied_bytes(costs: Costs, graph: TaskGraph) -> Floats:
+def _tied_bytes(costs: Costs, groups: Tied) -> Floats:
     """Return the bytes of each group of tied stages."""
-    n = len(graph.tied)
+    n = len(groups)
     if isinstance(costs.tied_bytes, float):
         return np.full(n, costs.tied_bytes)
-    if len(costs.tied_bytes) != n and n:
+    own = costs.tied_stages if costs.tied else groups
+    if len(costs.tied_bytes) != len(own) and n:
         raise CostsError(
             f"tied_bytes has {len(costs.tied_bytes)} values, but the graph has {n} groups of tied "
             "stages; give one number for all, or one a group"
         )
-    return np.array(costs.tied_bytes)
+    sizes = dict(zip(own, costs.tied_bytes, strict=False))
+    for group in groups:
+        if group not in sizes:
+            raise CostsError(
+                f"tied_bytes are of tied={list(own)}, but the graph was lowered with "
+                f"tied={list(groups)}; lower with tied=costs.tied_stages, or name all groups with "
+                "dataclasses.replace(costs, tied=..., tied_bytes=...)"
+            )
+    return np.array([sizes[group] for group in groups], dtype=float)
 
 
 def exchange_name(part: int) -> str:

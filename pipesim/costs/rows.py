@@ -27,7 +27,8 @@ from pipesim.costs.cost_fields import (
     checked_segments,
     checked_workload,
 )
-from pipesim.errors import CostsError, check_count, check_name, number
+from pipesim.errors import CostsError, check_count, check_flag, check_name, number
+from pipesim.graph.options import Tied, checked_tied, tied_text
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.network.collectives import ALL_REDUCE
 from pipesim.network.network import Network
@@ -293,6 +294,8 @@ class CostFields:
     launch_by_op: Mapping[str, float] | LaunchByOp | None = _form(
         checked_launch_by_op, unit="seconds", write=dict
     )
+    tied: Sequence[Sequence[int]] | Tied = _form(checked_tied, default=(), write=tied_text)
+    last_logits: bool = _form(lambda flag: check_flag("last_logits", flag), default=False)
 
 
 #: Kind of each field of `Costs`.

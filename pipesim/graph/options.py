@@ -353,7 +353,7 @@ Tied: TypeAlias = tuple[tuple[int, ...], ...]
 _MOST_GROUPS = 1000
 
 
-def checked_tied(tied: Iterable[Iterable[int]] | str, n_stages: int) -> Tied:
+def checked_tied(tied: Iterable[Iterable[int]] | str, n_stages: int = 2**31) -> Tied:
     """Return the groups of tied stages, each in rising order."""
     groups = tuple(_stages_of(group, tied) for group in _listed_groups(tied))
     for group in groups:

@@ -212,9 +212,8 @@ class ChainCosts:
                 column = rows.sum(axis=0)
             values[name] = tuple(column.tolist())
         main, first, _ = parts[-1]
-        tied = {"tied_stages": [[first, n - 1]]} if main.tied_bytes else None
-        work = replace(self._work, settings=tied)
-        return replace(main, **values, segments=None, workload=work)
+        tied = [(first, n - 1)] if main.tied_bytes else ()
+        return replace(main, **values, segments=None, tied=tied, workload=self._work)
 
 
 def _padded(costs: Costs, name: str, first: int, n_own: int, n: int) -> Floats:

@@ -186,7 +186,7 @@ def model_costs(
         n_slices=max(len(shards), 1) // max(n_wholes, 1),
         n_microbatches=len(shards) if n_wholes else None,
     )
-    return replace(costs, workload=workload)
+    return replace(costs, workload=workload, last_logits=last_logits)
 
 
 def _sizes(

@@ -96,6 +96,8 @@ CHANGES: dict[str, Any] = {
     "gradient_exchange": "all_reduce",
     "exchanged_gradients": 2.0,
     "overlap_cost": 0.5,
+    "tied": [(0, 2)],
+    "last_logits": True,
 }
 
 

@@ -112,9 +112,10 @@ def test_other_settings_keep_each_field_that_the_user_has_changed() -> None:
         "skip_bytes": 7.0, "buckets": [[(1.0, 1.0)], [(1.0, 1.0)]],
         "exchange_bytes": {0: {"keys": [[1.0]]}}, "segments": [[(1.0,)] * 3] * 2,
         "launch_by_op": {"messages": 1e-6}, "gradient_exchange": "all_reduce",
-        "exchanged_gradients": 2.0, "overlap_cost": 0.5,
+        "exchanged_gradients": 2.0, "overlap_cost": 0.5, "tied": [(0, 1)],
     }  # fmt: skip
-    assert {*settings, *STAGE_ROWS, "network", "workload"} == {x.name for x in fields(costs)}
+    others = {"network", "workload", "last_logits"}  # costs of servers train no graph
+    assert {*settings, *STAGE_ROWS, *others} == {x.name for x in fields(costs)}
     own = replace(costs, **settings)
     changed = named("1f1b", own).with_settings(flash_attention=True).costs
     for name in settings:
