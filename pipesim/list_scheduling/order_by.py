@@ -185,8 +185,9 @@ def list_schedule(
     check_type("placement", placement, Placement)
     check_flag("split_backward", split_backward)
     check_text("name", name)
+    paths = f" on {placement.n_paths} paths" if placement.n_paths > 1 else ""
     # Each path has at least one micro-batch.
-    n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
+    n_microbatches = check_count(f"n_microbatches{paths}", n_microbatches, placement.n_paths)
     finite_patience = number(patience)
     if finite_patience is None or not 0 <= finite_patience < math.inf:
         raise ArgumentError(f"patience must be finite and >= 0, got {patience!r}")

@@ -160,17 +160,18 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
             "sequence, which the file cannot hold; write schedule.with_slices(1), and call "
             f"with_slices({schedule.n_slices}) again after loading"
         )
-    if schedule.placement.edges:
+    placement = schedule.placement
+    if placement.shares_stages or placement.n_paths > (1 if placement.edges else 2):
+        raise ScheduleError(
+            f"cannot write {path}: schedule {schedule.name!r} has paths that share stages, more "
+            "than two paths, or edges beside several paths, which the file cannot hold; write the "
+            "texts of schedule.orders, and give ps.Schedule.from_orders the placement again"
+        )
+    if placement.edges:
         raise ScheduleError(
             f"cannot write {path}: the stages of schedule {schedule.name!r} have edges, which the "
             "file cannot hold; write the orders of ps.Schedule.from_orders(schedule.orders), and "
             "give from_orders the placement again after loading"
-        )
-    if schedule.placement.shares_stages or schedule.placement.n_paths > 2:
-        raise ScheduleError(
-            f"cannot write {path}: schedule {schedule.name!r} has paths that share stages, or more "
-            "than two, which the file cannot hold; write the texts of schedule.orders, and give "
-            "ps.Schedule.from_orders the placement again"
         )
     if path.suffix.lower() == ".txt":
         grid = schedule.grid()

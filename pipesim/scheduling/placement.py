@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,8 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Edges: TypeAlias = tuple[tuple[int, int], ...]
 
 _MODULES = (
-    'give the devices of the stages of each module, such as {"vision": [0], "language": [1, 2]}'
+    'give the devices of the stages of each module, such as {"vision": [0], "language": [1, 2]}, '
+    'or of its replicas, such as {"vision": [[0], [1]], "language": [2, 3]}'
 )
 _FEEDS = 'give the modules that a module feeds, such as {"vision": "language"}'
 _EDGES = "[(0, 2), (1, 2)]"
@@ -105,7 +106,7 @@ class Placement:
             idle = next(device for device in itertools.count() if device not in used)
             places = ", ".join(str(list(path)) for path in paths)
             raise ArgumentError(
-                f"placement {places} leaves device {idle} without a stage; "
+                f"placement {places:.80} leaves device {idle} without a stage; "
                 "number the devices from 0 without gaps"
             )
         object.__setattr__(self, "paths", paths)
@@ -395,17 +396,24 @@ class Placement:
 
     @staticmethod
     def from_modules(
-        modules: Mapping[str, Sequence[int]], feeds: Mapping[str, str | Sequence[str]]
+        modules: Mapping[str, Sequence[int] | Sequence[Sequence[int]]],
+        feeds: Mapping[str, str | Sequence[str]],
     ) -> Placement:
         """Place modules, each a chain of stages, whose last stages feed first stages of others.
 
         Stages are numbered module after module. Modules with the same devices are colocated.
 
+        Each module may have data-parallel replicas, as many as it needs. Replica ``r`` of ``k``
+        runs the micro-batches ``i`` of ``m`` with ``i * k // m == r``: equal shares, or one more,
+        and the first replicas of two modules have the same micro-batches. Paths are as many as the
+        least common multiple of the numbers of replicas. In the orders of `order_by`, a device
+        takes micro-batches of its paths in turn, so that all replicas after it start early.
+
         Parameters
         ----------
         modules
-            Device of each stage of each module, in an order in which each module comes before
-            those that it feeds.
+            Device of each stage of each module, or a list of such devices for each replica of the
+            module. Modules are in an order in which each comes before those that it feeds.
         feeds
             Module, or modules, that take the output of the last stage of a module. A module that
             feeds none computes a loss.
@@ -424,24 +432,24 @@ class Placement:
         >>> feeds = {"vision": "language", "audio": "language"}
         >>> ps.Placement.from_modules(modules, feeds).edges
         ((0, 1), (1, 3), (2, 3), (3, 4))
+
+        Four replicas of an encoder, of which the first two feed the first of two replicas of a
+        language model:
+
+        >>> modules = {"vision": [[0], [1], [2], [3]], "language": [[4, 5], [6, 7]]}
+        >>> ps.Placement.from_modules(modules, {"vision": "language"}).paths
+        ((0, 4, 5), (1, 4, 5), (2, 6, 7), (3, 6, 7))
         """
         for what, mapping, advice in (("modules", modules, _MODULES), ("feeds", feeds, _FEEDS)):
             if not isinstance(mapping, Mapping):
                 raise ArgumentError(f"{what} must be a mapping, got {mapping!r:.60}; {advice}")
+        replicas = {name: _replicas(name, devices) for name, devices in modules.items()}
+        n_paths, n_stages = math.lcm(*map(len, replicas.values())), 0
         ends: dict[str, tuple[int, int]] = {}
-        device_of: list[int] = []
-        for name, devices in modules.items():
-            if (
-                not isinstance(devices, (Sequence, np.ndarray))
-                or isinstance(devices, (str, bytes))
-                or not len(devices)
-            ):
-                raise ArgumentError(
-                    f"modules: {name!r} must be a sequence of device numbers, one a stage, got "
-                    f"{devices!r:.60}; {_MODULES}"
-                )
-            ends[name] = len(device_of), len(device_of) + len(devices) - 1
-            device_of.extend(devices)
+        for name, rows in replicas.items():
+            ends[name] = n_stages, n_stages + len(rows[0]) - 1
+            n_stages += len(rows[0])
+        check_stages(n_paths * n_stages)
         edges = [(s, s + 1) for first, last in ends.values() for s in range(first, last)]
         for name, target in ((a, b) for a, bs in feeds.items() for b in _names(bs)):
             name = check_name("module in feeds", name, list(ends))
@@ -454,7 +462,43 @@ class Placement:
             edges.append((ends[name][1], ends[target][0]))
         if not edges and len(ends) > 1:
             raise ArgumentError(f"feeds: none of {len(ends)} modules feeds another; {_FEEDS}")
-        return Placement(device_of, edges=edges)
+        paths = (
+            [device for rows in replicas.values() for device in rows[path * len(rows) // n_paths]]
+            for path in range(n_paths)
+        )
+        return Placement(*paths, edges=edges)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))
+
+
+def _replicas(name: str, devices: Any) -> list[list[int]]:
+    """Return the devices of each replica of a module, one a stage, checked."""
+    is_nested = _is_list(devices) and any(map(_is_list, devices))
+    rows = list(devices) if is_nested else [devices]
+    if not all(_is_list(row) and len(row) for row in rows):
+        raise ArgumentError(
+            f"modules: {name!r} must be a sequence of device numbers, one a stage, or one such "
+            f"sequence for each replica, got {devices!r:.60}; {_MODULES}"
+        )
+    counts = sorted({len(row) for row in rows})
+    if len(counts) > 1:
+        raise ArgumentError(
+            f"modules: {name!r} has replicas of {counts[0]} and of {counts[-1]} stages; give the "
+            "devices of all stages of each replica, those that hold several stages repeated"
+        )
+    own = [[check_count(f"modules: a device of {name!r}", d, 0) for d in row] for row in rows]
+    for stage, column in enumerate(zip(*own, strict=True)):
+        first = dict[int, int]()
+        for replica, device in enumerate(column):
+            if first.setdefault(device, replica) != replica:
+                raise ArgumentError(
+                    f"modules: replicas {first[device]} and {replica} of {name!r} have their stage "
+                    f"{stage} on device {device}, where they are one; give it once, or give it "
+                    "devices of its own in each replica"
+                )
+    return own
 
 
 def _worker_speeds(n_devices: int, n_replicas: int, speeds: object) -> NDArray[np.float64]:

@@ -70,9 +70,9 @@ def expected() -> tuple[Tensor, list[Tensor]]:
     return output.detach(), [loss.detach(), *torch.autograd.grad(loss, parameters)]
 
 
-def graph(device_of: list[int], *, split: bool = False, **options: Any) -> ps.TaskGraph:
-    placement = ps.Placement(device_of, edges=EDGES)
-    return ps.lower(ps.order_by(placement, 3, split_backward=split), **options)
+def graph(*paths: list[int], m: int = 3, split: bool = False, **options: Any) -> ps.TaskGraph:
+    placement = ps.Placement(*paths, edges=EDGES)
+    return ps.lower(ps.order_by(placement, m, split_backward=split), **options)
 
 
 def assert_close(own: list[Tensor], its: list[Tensor]) -> None:
@@ -87,8 +87,19 @@ def assert_close(own: list[Tensor], its: list[Tensor]) -> None:
         (graph([0, 1, 2, 0, 1], split=True), 1),
         (graph([0, 0, 0, 0, 0], split=True, recompute="always"), 1),
         (graph([0, 1, 0, 1, 0], recompute="always", n_replicas=2), 2),
+        (graph([0, 1, 3, 4, 4], [2, 1, 3, 4, 4], split=True), 1),
+        (graph([0, 1, 2, 3, 3], [0, 1, 4, 5, 5], recompute="always"), 1),
+        (graph([0, 2, 0, 1, 1], [1, 2, 1, 0, 0], [3, 2, 0, 1, 1], split=True, m=7), 1),
     ],
-    ids=["apart", "colocated and split", "one device", "replicas"],
+    ids=[
+        "apart",
+        "colocated and split",
+        "one device",
+        "replicas",
+        "replicas of an encoder",
+        "replicas after encoders",
+        "replicas of both",
+    ],
 )
 @pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 def test_steps_are_those_of_the_unsplit_model(subject: ps.TaskGraph, replicas: int) -> None:
@@ -141,26 +152,31 @@ def test_an_encoder_whose_gradients_would_be_lost_is_refused() -> None:
         pipeline([Mix(1, 2), *cut], order, mse)
 
 
-def of_rank(processes: Processes) -> tuple[Tensor, dict[int, list[Tensor]]]:
-    """Return the loss, and the gradients of the stages of this process, which has one encoder."""
-    subject = graph([0, 1, 0, 1, 0], split=True)
+def of_rank(processes: Processes, paths: list[list[int]]) -> tuple[Tensor, dict[int, list[Tensor]]]:
+    """Return the loss, and the gradients of the stages of this process."""
+    subject = graph(*paths, split=True)
     model: list[Any] = modules()
-    own = [stage for stage in range(5) if subject.device_of_stage[stage] == processes.rank]
+    own = sorted({s for path in paths for s in range(5) if path[s] == processes.rank})
     listed = [module if stage in own else None for stage, module in enumerate(model)]
-    inputs = {stage: INPUTS[stage] for stage in own if stage in INPUTS}
-    targets = TARGETS if processes.rank == 0 else None
+    inputs = {stage: INPUTS[stage] for stage in own if stage in INPUTS} or None
+    targets = TARGETS if processes.rank == paths[0][4] else None
     with px.Pipeline(listed, subject, ["cpu"], mse, processes=processes) as pipe:
         result = pipe.gather(pipe.step(inputs, targets))
         pipe.evaluate(inputs, targets)
         return result.loss, {s: [p.grad for p in model[s].parameters()] for s in own}
 
 
-def test_over_processes(two_ranks: Ranks) -> None:
-    """Each process has one of the encoders, and gives its inputs alone."""
+@pytest.mark.parametrize(
+    "paths",
+    [[[0, 1, 0, 1, 0]], [[0, 1, 0, 1, 0], [1, 1, 0, 1, 0]], [[0, 0, 0, 1, 1], [0, 0, 1, 0, 1]]],
+    ids=["one path", "replicas of an encoder", "replicas after encoders"],
+)
+def test_over_processes(two_ranks: Ranks, paths: list[list[int]]) -> None:
+    """Each process gives the inputs of its own stages; copies of a stage have one gradient."""
     _, its = expected()
-    (loss, first), (_, second) = two_ranks.run(of_rank)
-    gradients = first | second
-    assert_close([loss, *(x for stage in range(5) for x in gradients[stage])], its)
+    (loss, first), (_, second) = two_ranks.run(of_rank, paths=paths)
+    for gradients in (second | first, first | second):
+        assert_close([loss, *(x for stage in range(5) for x in gradients[stage])], its)
 
 
 def test_costs_and_predictions() -> None:

@@ -118,6 +118,77 @@ def test_colocated_modules() -> None:
     """)
 
 
+def test_replicas_of_an_encoder() -> None:
+    """Each runs its half of the micro-batches, which the language model takes in turn.
+
+    Their reduction of a second waits for the backwards of both.
+    """
+    replicated = ps.Placement.from_modules(
+        {"vision": [[0], [1]], "language": [2]}, {"vision": "language"}
+    )
+    costs = ps.Costs(forward=(2, 1), backward=(2, 1), reduce_grad=1, optimizer_step=1)
+    graph = ps.lower(ps.order_by(replicated, 4, costs, split_backward=False))
+    for engine in ("simpy", "compiled"):
+        timeline = ps.simulate(graph, costs, engine=engine)
+        assert draw(timeline, transfers=False) == grid("""
+            0 | F0 F0 F1 F1 B0 B0 .. .. B1 B1 .. .. .. ST
+            1 | F2 F2 F3 F3 .. .. B2 B2 .. .. B3 B3 .. ST
+            2 | .. .. F0 B0 F2 B2 F1 B1 F3 B3 ST .. .. ..
+        """)
+        assert timeline.why.idle_by_cause().sum(axis=1).tolist() == [5, 5, 5]
+
+
+def test_replicas_share_an_encoder() -> None:
+    """It serves both in turn, so that the second starts a second later, not two."""
+    shared = ps.Placement.from_modules(
+        {"vision": [0], "language": [[1], [2]]}, {"vision": "language"}
+    )
+    costs = ps.Costs(forward=(1, 2), backward=(1, 2))
+    graph = ps.lower(ps.order_by(shared, 4, costs, split_backward=False), step="none")
+    assert draw(ps.simulate(graph, costs), transfers=False) == grid("""
+        0 | F0 F2 F1 F3 .. B0 B2 .. .. B1 B3
+        1 | .. F0 F0 B0 B0 F1 F1 B1 B1 .. ..
+        2 | .. .. F2 F2 B2 B2 F3 F3 B3 B3 ..
+    """)
+
+
+@pytest.mark.parametrize("m", [12, 17, 31])
+def test_micro_batches_of_replicas(m: int) -> None:
+    """Replicas of each module take equal shares in order, or one more, whatever the others do."""
+    counts, sizes = {"vision": 4, "audio": 3, "language": 2}, (1, 1, 2)
+    device, modules = iter(range(99)), {}
+    for (name, count), size in zip(counts.items(), sizes, strict=True):
+        modules[name] = [[next(device) for _ in range(size)] for _ in range(count)]
+    placement = ps.Placement.from_modules(modules, {"vision": "language", "audio": "language"})
+    assert placement.n_paths == 12
+    paths = np.array(placement.paths)[placement.path_of(m)]
+    for stage, (name, count) in enumerate(counts.items()):
+        own = [modules[name][i * count // m][0] for i in range(m)]
+        assert paths[:, stage].tolist() == own
+
+
+def test_an_encoder_with_batches_of_two_micro_batches() -> None:
+    """F of the first of two has the seconds of both, and B of the second, which both wait for.
+
+    The bytes of both are with the second, whose B frees them.
+    """
+    vision = ps.Costs(forward=[[2, 0] * 2], backward=[[0, 2] * 2], activation_bytes=[[0, 2] * 2])
+    language = ps.Costs(forward=1, backward=1)
+    costs = ps.Costs.concatenate({"vision": (vision, 1), "language": (language, 2)})
+    schedule = ps.order_by(
+        ps.Placement.linear(3), 4, costs, priority="forward_first", in_flight=[4, 2, 1],
+        split_backward=False,
+    )  # fmt: skip
+    timeline = ps.simulate(ps.lower(schedule, step="none"), costs)
+    assert draw(timeline, transfers=False) == grid("""
+        0 | F0 F0 F2 F2 .. .. .. .. B1 B1 .. .. B3 B3
+        1 | .. .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 .. ..
+        2 | .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. .. ..
+    """)
+    late = ["0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1F3 1B2 1B3"]
+    assert ps.simulate(lowered(late, ps.Placement.linear(2)), vision).memory.peak[0] == 4
+
+
 def test_a_chain_is_as_before() -> None:
     """Edges of a chain are no edges: equal, of one hash, with the same text."""
     chain = ps.Placement([0, 1, 1, 0], edges=[(2, 3), (0, 1), (1, 2)])
@@ -161,6 +232,14 @@ def test_bad_modules() -> None:
         ArgumentError, match="modules: 'vision' must be a sequence of device numbers"
     ):
         ps.Placement.from_modules({**modules, "vision": []}, {"vision": "language"})
+    for vision, message in (
+        ([[0], 3], "or one such sequence for each replica, got"),
+        ([[0, 3], [4]], "'vision' has replicas of 1 and of 2 stages; give"),
+        ([[0], [3], [0]], "replicas 0 and 2 of 'vision' have their stage 0 on device 0"),
+        ([["0"], [3]], "modules: a device of 'vision' must be a whole number"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            ps.Placement.from_modules({**modules, "vision": vision}, {"vision": "language"})
     with pytest.raises(ArgumentError, match="stage 0 has no edge"):
         ps.Placement.from_modules(modules, {})
     with pytest.raises(ArgumentError, match="feeds: none of 2 modules feeds another; give"):
