@@ -20,11 +20,13 @@ from pipeexec.nesting import tensors_in
 from pipesim.errors import ArgumentError, check_count
 from pipesim.graph.autograd_graph import AutogradEdge, AutogradGraph, AutogradNode
 from pipesim.ops import Action
+from pipesim.utils.checks import checked_names
 
 #: Sequence number of nodes that torch does not number: the largest of 64 bits.
 _UNNUMBERED = 2**64 - 1
 
 
+@checked_names
 def autograd_graph(output: Any, *, max_nodes: int = 1000) -> AutogradGraph:
     """Return the graph that autograd built for an output, and note the order of its backward.
 

@@ -17,8 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeexec.run_lock import run_lock
 from pipesim._version import __version__
 from pipesim.errors import ArgumentError, RunDirectoryError
@@ -32,6 +30,8 @@ RECORD = "run.json"
 
 def environment() -> dict[str, Any]:
     """Return versions of packages, and the hardware, for the record."""
+    import torch  # here, so that directories are checked without loading it
+
     names = ("torch", "numpy", "pandas", "simpy", "matplotlib")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ class ArgumentError(PipeError, ValueError):
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument is of the wrong type."""
+    """An argument is of the wrong type, or none of those that the function takes."""
 
 
 class TooFewDevicesError(ArgumentError, IndexError):
@@ -170,10 +171,13 @@ class SplitBackwardWarning(PipeWarning):
 def suggestion(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'gpipe'?"`` for the nearest known name, or an empty string.
 
-    The nearest are those that begin with ``name``, if it has two letters or more.
+    The nearest are those of another spelling, or those that begin with ``name``, if it has two
+    letters or more.
     """
     name, names = str(name), list(choices)
-    nearest = [choice for choice in names if len(name) > 1 and choice.startswith(name)]
+    nearest = _same_words(name, names) or [
+        choice for choice in names if len(name) > 1 and choice.startswith(name)
+    ]
     # No name is near one of more than three times its length, which takes long to compare.
     if not nearest and len(name) <= 3 * max(map(len, names), default=0):
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -189,6 +193,29 @@ def check_name(kind: str, name: object, choices: Iterable[str]) -> str:
     raise UnknownNameError(
         f"unknown {kind} {name!r}{suggestion(str(name), names)} (known: {', '.join(names)})"
     )
+
+
+def find_name(kind: str, name: object, choices: Iterable[str]) -> str:
+    """Return the one of ``choices`` that is ``name``, or another spelling of it.
+
+    Spellings differ in capitals, spaces, hyphens, underscores, dots and the order of words, as
+    ``"Interleaved 1F1B"`` and ``"1F1B-interleaved"`` do from ``"interleaved_1f1b"``.
+    """
+    choices = choices if isinstance(choices, Collection) else list(choices)
+    if isinstance(name, str) and name not in choices:
+        spellings = _same_words(name, choices)
+        if len(spellings) == 1:
+            return spellings[0]
+    return check_name(kind, name, choices)
+
+
+def _same_words(name: str, choices: Iterable[str]) -> list[str]:
+    """Return the choices with the same letters and digits, or with the same words."""
+    words = re.findall(r"[^\s._-]+", name.lower())
+    lowered = {choice: re.findall(r"[^\s._-]+", choice.lower()) for choice in choices}
+    return [choice for choice, own in lowered.items() if "".join(own) == "".join(words)] or [
+        choice for choice, own in lowered.items() if sorted(own) == sorted(words)
+    ]
 
 
 def _shortened(line: str) -> str:

@@ -47,6 +47,7 @@ from torch import Tensor
 from pipeexec.run_directory import environment
 from pipeexec.run_lock import run_lock
 from pipesim.errors import CheckpointError, PipeError, RunDirectoryError
+from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path, read_bytes, read_text
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
@@ -431,6 +432,7 @@ def remove_older(path: Path, keep: int) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
+@checked_names
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """Return the path of the newest whole checkpoint of a directory.
 

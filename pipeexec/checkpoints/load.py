@@ -33,10 +33,12 @@ from pipeexec.executor.sharding import Sharding, whole_optimizers
 from pipeexec.executor.state_methods import raise_together
 from pipeexec.executor.tied_parameters import TiedParameters
 from pipesim.errors import CheckpointError, check_type
+from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path
 from pipesim.utils.texts import CHECKSUM
 
 
+@checked_names
 def load_checkpoint(pipeline: Pipeline, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Load model, optimizers, random state and number of steps; all processes must call this.
 
@@ -225,6 +227,7 @@ def _decoded(
     return {name: decode(value, tensors) for name, value in values.items()}
 
 
+@checked_names
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a checkpoint without a pipeline, such as for the unsplit model.
 

@@ -335,7 +335,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
 
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
         raise ArgumentError("name at least one schedule, one recompute mode and one --grad-sync")
-    infos = {name: source_info(name) for name in arguments.schedules}
+    infos = {info.name: info for info in map(source_info, arguments.schedules)}
     n_given = 0 if processes is None else processes.n_ranks * len(arguments.devices or ["cpu"])
     if arguments.slices is not None:
         n_given = int(arguments.slices)

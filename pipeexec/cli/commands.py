@@ -1,7 +1,8 @@
 """The commands ``train``, ``validate``, ``run``, ``profile`` and ``show``.
 
-Each takes parsed arguments. Modules that load torch are imported when a command runs, so that
-``--help`` is quick. Where several processes run the same command, one of them prints.
+Each takes parsed arguments. Modules that load torch are imported when a command runs, behind
+checks of its files, so that ``--help`` and errors are quick. Where several processes run the same
+command, one of them prints.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ def _pipeline(
 
 
 def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    path, costs = _run_path(arguments), _costs(arguments.costs)
     from pipeexec.cli.measured_steps import measure_steps
     from pipeexec.cli.report import steps_report
 
-    path, costs = _run_path(arguments), _costs(arguments.costs)
     run = workload(arguments, processes)
     if len(run.graphs) > 1:
         raise ArgumentError(
@@ -157,9 +158,10 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
 
 def _train(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
     from pipeexec.training.read_config import read_config
-    from pipeexec.training.train_config import train_config
 
     config = read_config(arguments.config)
+    from pipeexec.training.train_config import train_config  # which loads torch
+
     directory = Path(config.training.directory)
     arguments.results, arguments.name = directory.parent, directory.name  # for partial timelines
     run = train_config(
@@ -186,10 +188,10 @@ def _print_evaluation(run: TrainingRun, row: Mapping[str, float]) -> None:
 
 
 def _validate(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    path, costs = _run_path(arguments), _costs(arguments.costs)
     from pipeexec.cli.report import report
     from pipeexec.validation.validate import validate
 
-    path, costs = _run_path(arguments), _costs(arguments.costs)
     run = workload(arguments, processes)
     validation = validate(
         run.stages,
@@ -252,17 +254,18 @@ def _profile(arguments: argparse.Namespace, processes: Processes | None = None) 
 
 def show(arguments: argparse.Namespace) -> int:
     """Print the tables of a run directory, or the summary of a training."""
-    from pipeexec.cli.report import profile_report, report
-    from pipeexec.profiling.profile import TABLE, Profile
     from pipeexec.run_directory import read_record
     from pipeexec.training.training_run import TrainingRun, has_log
-    from pipeexec.validation.result import load_run
 
     folder = arguments.directory
     if has_log(folder):
         print(TrainingRun.load(folder).summary())
         return 0
     record = read_record(folder)
+    from pipeexec.cli.report import profile_report, report
+    from pipeexec.profiling.profile import TABLE, Profile
+    from pipeexec.validation.result import load_run
+
     if "rows" not in record and TABLE in record["files"]:
         print(profile_report(Profile.load(folder)))
     else:

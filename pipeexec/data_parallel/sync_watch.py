@@ -37,8 +37,10 @@ from pipeexec.data_parallel.sync_rules import (
     apply_rules,
 )
 from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, check_type
+from pipesim.utils.checks import checked_names
 
 
+@checked_names
 def watch_sync(
     model: nn.Module | None = None, *, group: dist.ProcessGroup | None = None
 ) -> AbstractContextManager[SyncWatch]:

@@ -35,6 +35,7 @@ from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
 from pipesim.network.network import Network
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 
 
 class Slice(CudaDevice):
@@ -133,6 +134,7 @@ class Slice(CudaDevice):
         self.links.await_arrival(values)
 
 
+@checked_names
 def slices(device: str | torch.device, n: int, *, link: Network | None = None) -> list[Slice]:
     """Return a GPU as ``n`` devices with equal numbers of multiprocessors, none shared.
 

@@ -43,6 +43,7 @@ from pipesim.errors import ArgumentError, OversubscriptionWarning, check_count, 
 from pipesim.network.network import Network
 from pipesim.ops import Op
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 from pipesim.utils.host_memory import check_memory
 
 
@@ -305,6 +306,7 @@ class Worker(CpuDevice):
             self.links.await_arrival(values)
 
 
+@checked_names
 def workers(
     n: int,
     *,

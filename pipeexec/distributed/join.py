@@ -35,6 +35,7 @@ from pipeexec.distributed.store import (
 )
 from pipeexec.process_end import end_thread_with_process
 from pipesim.errors import ArgumentError, ExecutionError, PipeError, number
+from pipesim.utils.checks import checked_names
 
 _N_CALLS = itertools.count()
 _JOINING = threading.Lock()
@@ -44,6 +45,7 @@ _ROLL_CALL_GRACE = 3.0
 _MIN_CONNECTING = 30.0
 
 
+@checked_names
 def join(timeout: float = 60.0) -> Processes:
     """Join the processes that torchrun has started; all of them must call this, equally often.
 

@@ -27,6 +27,7 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
+from pipesim.utils.checks import checked_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,6 +109,7 @@ def table_rows(table: FullTable) -> Tensor:
     return rows.detach()
 
 
+@checked_names
 class ShardedEmbedding(nn.Module):
     """An embedding whose rows are spread over processes that each have a part of the batch.
 

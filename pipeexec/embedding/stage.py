@@ -15,8 +15,10 @@ from pipeexec.nesting import Arguments
 from pipeexec.stages.activations import ActivationCounter, ActivationMeter
 from pipeexec.stages.module_call import LossCall, WeightVersions
 from pipesim.errors import ArgumentError, ExecutionError, check_type
+from pipesim.utils.checks import checked_names
 
 
+@checked_names
 class EmbeddingStage(nn.Module):
     """A stage that looks up its last input, and passes on the others in front of the vectors.
 

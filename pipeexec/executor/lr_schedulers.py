@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeexec.executor.pipeline import Pipeline
 from pipesim.errors import ArgumentError, check_function, check_type
+from pipesim.utils.checks import checked_names
 
 #: Makes the learning-rate scheduler of an optimizer.
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -19,6 +20,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 _BY_STAGE = "by_stage"
 
 
+@checked_names
 class LRSchedulers:
     """A torch learning-rate scheduler for each optimizer of a pipeline, used as if it were one.
 

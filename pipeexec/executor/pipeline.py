@@ -51,8 +51,10 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
+from pipesim.utils.checks import checked_names
 
 
+@checked_names
 class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     """Stages on devices, and the task graph that a step of them runs.
 

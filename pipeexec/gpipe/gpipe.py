@@ -45,6 +45,7 @@ from pipesim.lowering.lower import Streams
 from pipesim.lowering.recomputes import RECOMPUTE, Recompute
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import checked_names
 
 #: Held while a module's workers are made. A lock of the module could not be copied with it.
 _MAKE_LOCK = threading.Lock()
@@ -53,6 +54,7 @@ _MAKE_LOCK = threading.Lock()
 MIN_THREADED_SECONDS = 300e-6
 
 
+@checked_names
 class GPipe(nn.Module):
     """A sequential module, split into partitions on several devices, run by micro-batches.
 

@@ -75,11 +75,13 @@ from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked_names
 def profile(
     pipeline: Pipeline,
     inputs: Batch,
@@ -132,6 +134,7 @@ def profile(
     ).costs
 
 
+@checked_names
 def measure(
     pipeline: Pipeline,
     inputs: Batch,

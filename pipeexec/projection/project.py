@@ -34,16 +34,18 @@ from pipesim.errors import (
     check_count,
     check_flag,
     check_function,
-    check_name,
     check_text,
     check_type,
+    find_name,
 )
 from pipesim.models.layers import Layers
 from pipesim.network.sources import MACHINES
 from pipesim.planning.cluster import Cluster
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 
 
+@checked_names
 def project(
     model: nn.Module | Callable[[], nn.Module],
     sample: Any,
@@ -255,7 +257,7 @@ def _part_seconds(
 def _checked_cluster(cluster: object) -> Cluster:
     """Return the cluster; of a name, one node of that machine."""
     if isinstance(cluster, str):
-        nodes = MACHINES[check_name("machine of cluster", cluster, MACHINES)].nodes
+        nodes = MACHINES[find_name("machine of cluster", cluster, MACHINES)].nodes
         return Cluster(cluster, n_gpus=nodes.gpus_per_node)
     return check_type(
         "cluster", cluster, Cluster, 'give such as pipesim.Cluster("dgx_h100", n_gpus=8)'

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeexec.devices.thread_settings import one_thread
 from pipeexec.nesting import tensors_in
+from pipeexec.splitting import Balance
 from pipeexec.splitting.operations import storage_of
 from pipesim.costs.layer_split import (
     balanced_split,
@@ -219,8 +220,6 @@ class CallWeights:
                 handle.remove()
 
 
-#: What stages have equally much of.
-Balance = Literal["blocks", "parameters", "time", "memory"]
 #: Description of stages: their number, blocks of each, first modules, or Megatron's layout.
 Cuts = int | str | Sequence[int] | Sequence[str]
 

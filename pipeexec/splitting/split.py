@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeexec.data_parallel.compiled_modules import check_not_compiled
 from pipeexec.nesting import call_arguments, leaves, tensors_in
+from pipeexec.splitting import Balance
 from pipeexec.splitting.borders import (
     Route,
     Skeleton,
@@ -22,7 +23,7 @@ from pipeexec.splitting.borders import (
     stage_edges,
     state_owners,
 )
-from pipeexec.splitting.cuts import Balance, Balancing, Cuts, first_calls
+from pipeexec.splitting.cuts import Balancing, Cuts, first_calls
 from pipeexec.splitting.data_flow import Mode
 from pipeexec.splitting.deferred_init import DeferredModel, deferred, give_values
 from pipeexec.splitting.sample_forward import (
@@ -53,6 +54,7 @@ from pipesim.errors import (
 )
 from pipesim.scheduling.placement import Edges
 from pipesim.timeline.memory_limit import memory_limit_bytes
+from pipesim.utils.checks import checked_names
 
 
 def sample_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -111,6 +113,7 @@ def _outline(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 Way = Literal["modules", "graph"]
 
 
+@checked_names
 def split(
     model: nn.Module | Callable[[], nn.Module],
     stages: Cuts,

@@ -27,6 +27,7 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import schedule
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
+from pipesim.utils.checks import checked_names
 from pipesim.utils.texts import align_columns, format_bytes, format_time, significant
 
 if TYPE_CHECKING:
@@ -259,6 +260,7 @@ def _format_flops(flops: float) -> str:
     return f"{flops:.0f}"
 
 
+@checked_names
 class Stages(Sequence[SplitStage | None]):
     """Stages of a model, in order; `pipeexec.split` makes them.
 

@@ -28,6 +28,7 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
+from pipesim.utils.checks import checked_names
 
 
 class BatchFacts(NamedTuple):
@@ -38,6 +39,7 @@ class BatchFacts(NamedTuple):
     weights: list[float] | None  # None if samples count
 
 
+@checked_names
 class Microbatches:
     """Micro-batches of a step, in place of a batch that is split evenly.
 

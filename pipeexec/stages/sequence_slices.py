@@ -37,6 +37,7 @@ from pipesim.errors import (
     check_list,
 )
 from pipesim.graph import TaskGraph
+from pipesim.utils.checks import checked_names
 
 
 class SequenceCut(NamedTuple):
@@ -201,6 +202,7 @@ class SliceCall:
     masks: Masks = field(default_factory=dict)  # which all caches share in one forward
 
 
+@checked_names
 class KeyValueCache(nn.Module):
     """Keys and values of the earlier slices of a sequence, for causal attention in a stage.
 

@@ -18,6 +18,7 @@ from pipesim.graph.verify import verify
 from pipesim.scheduling.files import schedule_from_texts
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.checks import checked_names
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -130,6 +131,7 @@ def to_torch(
     )  # fmt: skip
 
 
+@checked_names
 def from_torch(
     schedule: object, *, n_microbatches: int | None = None, name: str | None = None
 ) -> Schedule:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pipeexec.executor.pipeline import Pipeline
 from pipeexec.executor.step_result import StepResult
 from pipeexec.training.batch_source import Batches, BatchSource
+from pipeexec.training.read_config import TrainingSection
 from pipeexec.training.training_run import TrainingRun
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_count, check_list
@@ -40,7 +41,7 @@ class TrainingOptions:
     evaluate_every: Count | None = None
     directory: Path | str | None = None
     checkpoint_every: Count | None = None
-    keep: Count = 3
+    keep: Count = TrainingSection.keep
     resume: bool = True
     objects: Annotated[Mapping[str, Any], "{'average': averaged_model}"] | None = None
     record: Mapping[str, Any] | None = None

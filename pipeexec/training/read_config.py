@@ -8,8 +8,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pipeexec.splitting.cuts import Balance
-from pipeexec.training.options import TrainingOptions
+from pipeexec.splitting import Balance
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.lowering.recomputes import Recompute
 from pipesim.utils.checks import Count, Fraction, Positive, Whole, checked
@@ -102,7 +101,7 @@ class TrainingSection:
     epochs: Count | None = None
     evaluate_every: Count | None = None
     checkpoint_every: Count | None = None
-    keep: Count = TrainingOptions.keep
+    keep: Count = 3
     autocast: Literal["bfloat16", "float16"] | None = None
     seed: Whole = 0
     predict: Annotated[bool, "true or false"] = True

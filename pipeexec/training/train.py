@@ -20,8 +20,10 @@ from pipeexec.training.recorder import Recorder
 from pipeexec.training.training_run import TrainingRun
 from pipesim.costs.costs import Costs
 from pipesim.errors import check_type
+from pipesim.utils.checks import checked_names
 
 
+@checked_names
 def train(
     pipeline: Pipeline,
     batches: Batches,

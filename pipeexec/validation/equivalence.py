@@ -40,11 +40,13 @@ from pipesim.errors import (
     number,
 )
 from pipesim.planning.choice import PlanChoice
+from pipesim.utils.checks import checked_names
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked_names
 def check_equivalent(
     model: nn.Module | Sequence[nn.Module],
     a: Configuration,

@@ -37,6 +37,7 @@ from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.plot.html_tables import note_html, omitted_html, table_html
 from pipesim.plot.style import format_error
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path
 from pipesim.utils.texts import CHECKSUM, align_columns, format_time
 
@@ -257,6 +258,7 @@ class Validation:
                         table.to_csv(row_folder / file, index=file == _OPS)
 
 
+@checked_names
 def load_run(path: Path | str) -> Validation:
     """Read a run directory; the result prints its command, hardware, makespans and errors.
 

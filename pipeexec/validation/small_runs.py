@@ -31,6 +31,7 @@ from pipesim.errors import (
     PipeError,
     check_count,
     check_name,
+    find_name,
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
@@ -126,7 +127,7 @@ def _from_mapping(name: str, values: Mapping[str, Any], n_layers: int) -> SmallR
     kind = values.get("schedule", "interleaved_1f1b" if n_chunks > 1 else "1f1b")
     recompute = values.get("recompute", "never")
     run = SmallRun(
-        check_name(f"{name}: schedule", kind, options_of_schedules()),
+        find_name(f"{name}: schedule", kind, options_of_schedules()),
         n_stages // n_chunks,
         n_chunks,
         counts["n_microbatches"],

@@ -44,6 +44,7 @@ from pipeexec.validation.steppable import (
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, CostsError, PipeError, check_function, check_type
 from pipesim.graph.graph import TaskGraph
+from pipesim.utils.checks import checked_names
 
 
 @overload
@@ -89,6 +90,7 @@ def validate(
 ) -> Validation: ...
 
 
+@checked_names
 def validate(
     stages: Sequence[nn.Module] | GPipe | Mapping[str, GPipe],
     graphs: Mapping[str, TaskGraph] | None = None,

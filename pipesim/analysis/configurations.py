@@ -35,7 +35,7 @@ from pipesim.models.parallel import RECOMPUTE
 from pipesim.network.network import Network
 from pipesim.ops import COMPUTE, COPIES
 from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.registry import options_of_schedules
+from pipesim.scheduling.registry import options_of_schedules, schedule_info
 from pipesim.scheduling.registry import schedule as build_schedule
 from pipesim.scheduling.schedule import Recipe, Schedule
 from pipesim.simulation.simulate import predict_timeline
@@ -98,7 +98,7 @@ class Configuration:
         if stages_differ and any(self.arguments[name] for name in named):
             raise ScheduleError("skips, sharded and tied name stages of another schedule")
         changed = replace(self, costs=self._costs_of_schedule(other))
-        if "costs" in options_of_schedules()[name]:
+        if "costs" in schedule_info(name).options:
             other = changed._named(name, other.n_microbatches, {"costs": changed.costs})
         return replace(changed, schedule=other)
 

@@ -63,6 +63,7 @@ from pipesim.errors import (
     check_list,
     check_name,
     check_type,
+    find_name,
 )
 from pipesim.framework.framework import Framework, as_framework
 from pipesim.models.gpu import FITTED, GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
@@ -632,7 +633,7 @@ def chosen_constants(
     """
     start = as_gpu(gpu)
     if isinstance(network, str):
-        check_name("network", network, MACHINES)
+        find_name("network", network, MACHINES)
     elif network is not None:
         check_type("network", network, Network, "or give the name of a machine")
     if names is None:

@@ -344,7 +344,7 @@ def _prediction(step: MeasuredStep, graphs: dict[str, TaskGraph]) -> StepPredict
 def _run_text(settings: Mapping[str, Any]) -> str:
     """Return the settings of a graph that are not the default of `lower` and of the schedule."""
     name = settings["schedule"]
-    build = schedule_info(check_name("schedule", name, options_of_schedules())).build
+    build = schedule_info(name).build
     parameters = {**signature(lower).parameters, **signature(build).parameters}
     return repr(sorted(
         (key, value)

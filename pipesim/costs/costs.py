@@ -48,6 +48,7 @@ from pipesim.network.network import Network
 from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path, read_json, write_text
 from pipesim.utils.texts import (
     CHECKSUM,
@@ -69,6 +70,7 @@ Per = Literal["device", "layers"]
 PER = ("device", "layers")
 
 
+@checked_names
 @dataclass(frozen=True)
 class Costs(CostFields):
     """Seconds and bytes of each operation: one value for all stages, one a stage, or more.

@@ -18,6 +18,7 @@ from pipesim.errors import (
     check_type,
     number,
 )
+from pipesim.utils.checks import checked_names
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 from pipesim.utils.jit import kernel
@@ -27,6 +28,7 @@ Floats = NDArray[np.float64]
 _COUNT, _KEY, _NUMBER = 8, 4, 4
 
 
+@checked_names
 class Keys:
     """A histogram of the keys that each rank requests from sharded tables in one micro-batch.
 

@@ -29,6 +29,7 @@ from pipesim.errors import (
     suggestion,
 )
 from pipesim.scheduling.memory_checks import check_stages
+from pipesim.utils.checks import checked_names
 
 #: Number of stages, or layers of each stage: one number each, or a layout string of Megatron.
 #: With a placement, also the word of a `LayerPartition`.
@@ -411,6 +412,7 @@ def layout_mistake(name: str, text: str, position: int, reason: str) -> Argument
 _Limit = tuple[Sequence[int], int]
 
 
+@checked_names
 def balanced_split(
     seconds: Sequence[float] | NDArray[np.floating], n_stages: int
 ) -> tuple[int, ...]:

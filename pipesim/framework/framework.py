@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type
+from pipesim.errors import (
+    ArgumentError,
+    check_list,
+    check_name,
+    check_text,
+    check_type,
+    find_name,
+)
 from pipesim.utils.checks import Amount, Fraction, Range, checked
 
 if TYPE_CHECKING:
@@ -235,10 +242,10 @@ class Framework:
         Framework
             With its name.
         """
-        preset = PRESETS[check_name("framework", name, PRESETS)]
+        name = find_name("framework", name, PRESETS)
         for attribute in changes:
             check_name("attribute of a framework", attribute, [x.name for x in fields(cls)])
-        return replace(preset, name=name, **changes)
+        return replace(PRESETS[name], name=name, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes that differ from the best case, as values of JSON.

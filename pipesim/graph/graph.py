@@ -45,6 +45,7 @@ from pipesim.ops import Op, is_expert_exchange
 from pipesim.scheduling.memory_checks import BYTES_PER_TASK, FEWER_TASKS
 from pipesim.scheduling.placement import Edges
 from pipesim.scheduling.schedule import Versions
+from pipesim.utils.checks import checked_names
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.host_memory import check_memory
 
@@ -74,6 +75,7 @@ class _Option(property, Generic[Value]):
         def __get__(self, graph: object, owner: type | None = None) -> Value: ...  # type: ignore[override]
 
 
+@checked_names
 @dataclass(frozen=True, eq=False, repr=False)
 class TaskGraph:
     """All tasks of a step, their dependencies, and the order of each stream.

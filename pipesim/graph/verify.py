@@ -30,6 +30,7 @@ from pipesim.ops import (
     is_expert_exchange,
 )
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.checks import checked_names
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
@@ -418,6 +419,7 @@ def _check_messages(graph: TaskGraph) -> None:
 _MOST_NAMED = 16
 
 
+@checked_names
 def verify(what: Schedule | TaskGraph) -> None:
     """Raise if a schedule or a task graph breaks an invariant; return None if all hold.
 

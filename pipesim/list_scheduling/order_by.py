@@ -39,10 +39,12 @@ from pipesim.ops import Action, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 from pipesim.utils.csr import Ints, bincount
 from pipesim.utils.texts import Bytes
 
 
+@checked_names
 def order_by(
     placement: Placement,
     n_microbatches: int,

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type, number
+from pipesim.errors import (
+    ArgumentError,
+    check_list,
+    check_name,
+    check_text,
+    check_type,
+    find_name,
+    number,
+)
 from pipesim.framework.framework import AttentionKernel
 from pipesim.models.attention_rates import attention_flops, slower
 from pipesim.models.data_sheets import DATA_SHEETS
@@ -16,6 +24,7 @@ from pipesim.models.model_sizes import check_size, checked_value
 from pipesim.models.precision import FORMATS, Precision
 from pipesim.network.network import Network
 from pipesim.network.sources import EFFICIENCY
+from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path, read_json
 from pipesim.utils.texts import in_bytes
 
@@ -112,6 +121,7 @@ _MISALIGNED = 16.0
 FITTED = " fitted to "
 
 
+@checked_names
 @dataclass(frozen=True, kw_only=True)
 class GPU:
     """Rates that kernels reach on a GPU, seconds to launch them, and bytes of memory.
@@ -261,7 +271,8 @@ class GPU:
         GPU
             With the rates that kernels reach, and the memory that tensors may take.
         """
-        sheet = DATA_SHEETS[check_name("GPU", name, DATA_SHEETS)]
+        name = find_name("GPU", name, DATA_SHEETS)
+        sheet = DATA_SHEETS[name]
         return cls(
             flops=sheet.flops * sheet.flops_efficiency,
             bandwidth=sheet.bandwidth * sheet.bandwidth_efficiency,

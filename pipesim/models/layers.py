@@ -37,6 +37,7 @@ from pipesim.errors import (
 )
 from pipesim.models.placed_split import LayerModel, Placed, placed_sizes
 from pipesim.network.network import Network
+from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path, read_text
 from pipesim.utils.texts import Bytes, csv_rows, parse_float
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes")
 
 
+@checked_names
 @dataclass(frozen=True)
 class Layers:
     """Seconds and bytes of each layer, for one micro-batch.

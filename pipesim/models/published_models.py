@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipesim.errors import check_name
+from pipesim.errors import find_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,6 +88,8 @@ _SOURCES = {
     "training",
     13: 'Parmar et al., "Nemotron-4 15B Technical Report", arXiv 2402.16819, table 1',
     14: 'NVIDIA, "Nemotron-4 340B Technical Report", arXiv 2406.11704, table 1',
+    15: 'Jiang et al., "Mixtral of Experts", arXiv 2401.04088, table 1; 46.7 billion parameters, '
+    "12.9 of them active: https://mistral.ai/news/mixtral-of-experts",
 }
 
 _MODELS = {
@@ -110,6 +112,8 @@ _MODELS = {
         "Nemotron-4 15B", 13, 6144, 32, 48, 8, 24576, 4096, 256000, gated=False),
     "nemotron4_340b": _llama(
         "Nemotron-4 340B", 14, 18432, 96, 96, 8, 73728, 4096, 256000, gated=False),
+    "mixtral_8x7b": _experts(
+        _llama("Mixtral 8x7B", 15, 4096, 32, 32, 8, 14336, 32768, 32000), 8, 2, 14336),
     "mixtral_8x22b": _experts(
         _llama("Mixtral 8x22B", 8, 6144, 56, 48, 8, 16384, 65536, 32000), 8, 2, 16384),
     "qwen3_30b_a3b": _experts(
@@ -141,7 +145,7 @@ _MODELS = {
 
 def published_sizes(name: str) -> dict[str, Any]:
     """Return the attributes of `pipesim.Transformer` for a published model."""
-    return _MODELS[check_name("transformer", name, _MODELS)].sizes
+    return _MODELS[find_name("transformer", name, _MODELS)].sizes
 
 
 def transformers() -> pd.DataFrame:

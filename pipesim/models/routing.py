@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_list, check_name, number
+from pipesim.utils.checks import checked_names
 
 if TYPE_CHECKING:
     from pipesim.models.transformer import Transformer
@@ -22,6 +23,7 @@ Distribution = Literal["uniform", "zipf", "dirichlet", "counts"]
 _MOST_EXPERTS = 10**6
 
 
+@checked_names
 @dataclass(frozen=True)
 class Routing:
     """Share of a router's assignments that each expert gets, as a distribution with a seed.

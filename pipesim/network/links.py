@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import NetworkError, check_count, number
-from pipesim.utils.checks import Count, Fraction, Range, Seconds, checked
+from pipesim.utils.checks import Count, Fraction, Range, Seconds, checked, checked_names
 
 #: Largest device number of a network; a pair of device numbers then fits 64 bits.
 MAX_DEVICE = 2**31 - 1
 
 
+@checked_names
 @dataclass(frozen=True, slots=True)  # slots: a full matrix of 512 devices has 261,632 links
 class Link:
     """One link and the directed pairs of devices whose messages it carries, one at a time.

@@ -111,7 +111,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.errors import NetworkError, check_name, number
+from pipesim.errors import NetworkError, find_name, number
 from pipesim.network.links import (
     MAX_DEVICE,
     HostLink,
@@ -197,7 +197,7 @@ MACHINES = {
 
 def machine(name: str) -> Machine:
     """Return the machine with this name."""
-    return MACHINES[check_name("machine", name, MACHINES)]
+    return MACHINES[find_name("machine", name, MACHINES)]
 
 
 def machines() -> pd.DataFrame:

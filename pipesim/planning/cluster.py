@@ -13,6 +13,7 @@ from pipesim.models.gpu import GPU, as_gpu, fitted_preset
 from pipesim.network.links import HostLink, NodeCollectives
 from pipesim.network.network import Network
 from pipesim.network.sources import machine as machine_named
+from pipesim.utils.checks import checked_names
 from pipesim.utils.texts import Bytes, format_bytes, in_bytes
 
 _EXAMPLE = 'give such as pipesim.Cluster("dgx_h100", n_gpus=64)'
@@ -203,6 +204,7 @@ _KEYS = (
 _grouped = lru_cache(maxsize=64)(Network.grouped)
 
 
+@checked_names
 class Cluster:
     """GPUs of a training run: their rates, memory, nodes and network.
 

@@ -30,6 +30,7 @@ from pipesim.named_schedules.patterns import Merged
 from pipesim.planning.choice import PlanChoice, layer_by_layer
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout
+from pipesim.utils.checks import checked_names
 from pipesim.utils.texts import parse_int
 
 _MERGED, _DELAYED = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
@@ -247,6 +248,7 @@ _HARMLESS = ("--pipeline-model-parallel-comm-backend", "--deallocate-pipeline-ou
              "--rl-inference-pipeline-model-parallel-size")  # fmt: skip
 
 
+@checked_names
 def read_megatron(
     flags: str | Sequence[str], *, n_layers: int | None = None, n_gpus: int | None = None
 ) -> TrainerSettings:

@@ -45,6 +45,7 @@ from pipesim.simulation.simulate import checked_noise, predict_timeline
 from pipesim.timeline.memory_limit import checked_memory_limit, too_low_limit
 from pipesim.timeline.rates import longest_span
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 from pipesim.utils.texts import Bytes, format_time
 
 
@@ -144,6 +145,7 @@ class OptimizedSchedule(Schedule):
         return "optimal" if self.proved else f"at most {self.gap:.2%} above the optimum"
 
 
+@checked_names
 def optimize(
     placement: Placement,
     n_microbatches: int,

@@ -42,6 +42,7 @@ from pipesim.planning.search_space import SearchSpace, named_choice
 from pipesim.scheduling.placement import LAYOUTS, Layout
 from pipesim.simulation.noise import Noise
 from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
+from pipesim.utils.checks import checked_names
 from pipesim.utils.texts import format_bytes, format_time
 
 #: How layers are divided among stages.
@@ -56,6 +57,7 @@ _NEAREST = 3
 _FOLLOWING = ("n_microbatches", "layers_per_stage", "ordered_for_costs")
 
 
+@checked_names
 @takes_settings(FixedSettings, flash_attention=True)
 def plan(
     model: Transformer | Layers | Sequence[Encoder | Transformer],

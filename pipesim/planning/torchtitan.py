@@ -32,6 +32,7 @@ from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import PlanChoice, layer_by_layer, placement_of
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
 from pipesim.scheduling.placement import Layout, Placement
+from pipesim.utils.checks import checked_names
 from pipesim.utils.files import read_text
 
 # Write.
@@ -290,6 +291,7 @@ _OF_FILES = {
 }
 
 
+@checked_names
 def read_torchtitan(
     toml: str | Path, *, n_layers: int | None = None, n_gpus: int | None = None
 ) -> TrainerSettings:

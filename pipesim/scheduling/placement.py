@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_name, number
 from pipesim.scheduling.memory_checks import check_microbatches, check_stages
+from pipesim.utils.checks import checked_names
 
 Layout = Literal["replica_major", "stage_major"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -28,6 +29,7 @@ _FEEDS = 'give the modules that a module feeds, such as {"vision": "language"}'
 _EDGES = "[(0, 2), (1, 2)]"
 
 
+@checked_names
 @dataclass(frozen=True, repr=False)
 class Placement:
     """Which device holds which stage; every device holds at least one.

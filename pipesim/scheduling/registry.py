@@ -21,6 +21,7 @@ from pipesim.errors import (
     check_name,
     check_text,
     check_type,
+    find_name,
     number,
     public_name,
     suggestion,
@@ -29,11 +30,13 @@ from pipesim.ops import Action, Overlapped
 from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Recipe, Schedule
+from pipesim.utils.checks import checked_names
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked_names
 @dataclass(frozen=True)
 class ClosedForm:
     """A formula of the number of devices ``p``, of micro-batches ``m``, and of options.
@@ -376,6 +379,7 @@ class ScheduleInfo:
 _REGISTRY: dict[str, ScheduleInfo] = {}
 
 
+@checked_names
 def register(
     name: str,
     *,
@@ -467,7 +471,7 @@ def _origin(function: Callable[..., Any]) -> tuple[object, object]:
 
 def schedule_info(name: object) -> ScheduleInfo:
     """Return the registry's entry of a schedule, or raise `UnknownNameError`."""
-    return _REGISTRY[check_name("schedule", name, _REGISTRY)]
+    return _REGISTRY[find_name("schedule", name, _REGISTRY)]
 
 
 def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
@@ -476,7 +480,7 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     Parameters
     ----------
     name
-        One of the names that `schedules` lists.
+        One of the names that `schedules` lists, in any spelling: ``"ZB-H1"`` is ``"zb_h1"``.
     n_devices, n_microbatches
         Whole numbers of at least 1.
     **options

@@ -33,6 +33,7 @@ from pipesim.scheduling.orders import (
     single_actions,
 )
 from pipesim.scheduling.placement import Placement
+from pipesim.utils.checks import checked_names
 from pipesim.utils.csr import Ints
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Recipe(NamedTuple):
     options: Mapping[str, Any]
 
 
+@checked_names
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """A placement, and the order of the compute actions (F, B, I, W) of each device.

@@ -31,6 +31,7 @@ from pipesim.simulation.simulate import (
 )
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
+from pipesim.utils.checks import checked_names
 from pipesim.utils.host_memory import check_memory
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class Scenarios:
         return simulate(self.graph, self.costs, noise=self.noise, scenario=scenario)
 
 
+@checked_names
 def simulate_many(
     graph: TaskGraph,
     costs: Costs | TaskCosts,

@@ -33,6 +33,7 @@ from pipesim.timeline.memory_limit import checked_memory_limit, limit_text, stat
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 from pipesim.utils.texts import Bytes
 
 
@@ -115,6 +116,7 @@ _FEW_TASKS = 1000
 ENGINES: dict[str, Engine] = {"compiled": run_compiled, "simpy": run_simpy}
 
 
+@checked_names
 def simulate(
     graph: TaskGraph,
     costs: Costs | TaskCosts,

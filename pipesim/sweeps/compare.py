@@ -13,12 +13,14 @@ from pipesim.plot.page.save import page_path
 from pipesim.plot.page.save import to_html as write_page
 from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import checked_names
 from pipesim.utils.texts import Bytes
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked_names
 def compare(
     timelines: Mapping[str, Timeline],
     *,

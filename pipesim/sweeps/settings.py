@@ -53,6 +53,14 @@ def is_file(name: object) -> bool:
     )
 
 
+def known_name(name: str) -> str:
+    """Return the registered schedule that a name spells; of any other name, the name itself."""
+    try:
+        return schedule_info(name).name
+    except UnknownNameError:  # a file, or a mistake that is reported with its place
+        return name
+
+
 def source_info(name: str) -> ScheduleInfo:
     """Return the information on a registered schedule, or on the schedule in a file."""
     if not is_file(name):
@@ -341,6 +349,7 @@ def cases(
         raise ArgumentError("no schedule is named; pipesim schedules lists them")
     named_cases = [merge({"label": t["name"]}, shared, t, arguments) for t in tables]
     for case in named_cases:
+        case["name"] = known_name(case["name"])
         counts = file_counts(case["name"])
         case.update(
             {key: counts[flat] for key, flat in COUNTS.items() if counts and key not in case}

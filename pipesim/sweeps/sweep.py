@@ -60,6 +60,7 @@ from pipesim.sweeps.settings import (
     file_counts,
     file_digest,
     is_file,
+    known_name,
     merge,
     nest,
     run,
@@ -69,6 +70,7 @@ from pipesim.sweeps.settings import (
 from pipesim.sweeps.worker_pool import LostCall, run_calls
 from pipesim.timeline.memory_limit import memory_limit_bytes
 from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.checks import checked_names
 from pipesim.utils.host_memory import check_memory, count_text
 
 if TYPE_CHECKING:
@@ -225,6 +227,7 @@ def _case(where: str, row: Flat) -> Settings:
         if key not in row:
             raise ArgumentError(f"{where} has no {key}; give it there or in base")
     case = check_layer(where, nest(row), ("name", *SETTINGS), Path())
+    case["name"] = known_name(case["name"])
     return {"label": str(case["name"]), **_limit_orders(case, row)}
 
 
@@ -320,6 +323,7 @@ RESULTS = (
 )  # fmt: skip
 
 
+@checked_names
 def sweep(
     configurations: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
     *,

@@ -21,6 +21,7 @@ from pipesim.errors import TimelineError, check_text, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.issue_order import issue_times
 from pipesim.ops import COMPUTE, Op
+from pipesim.utils.checks import checked_names
 from pipesim.utils.csr import Ints, bincount, count
 from pipesim.utils.jit import kernel
 
@@ -63,6 +64,7 @@ LONGEST = 1e150
 COLUMNS = ("device", "stream", "op", "stage", "microbatch", "start", "end", "nbytes")
 
 
+@checked_names
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """Start and end of every task of a graph. Time zero is when the step begins.

@@ -1,5 +1,7 @@
 """`checked`: annotations of a function or of a dataclass check its arguments, once, at the door.
 
+`checked_names` refuses unknown names of arguments alone, where the door checks values itself.
+
 Annotations that are checked: `bool`, `str`, classes, `Literal`, `Callable`, `Mapping`, the aliases
 below, and unions and lists of these. All others, such as plain `int` and `float`, sequences, arrays
 and paths, are left to the function, and so are classes that are imported for type checking alone.
@@ -30,6 +32,7 @@ from typing import (
 
 from pipesim.errors import (
     ArgumentError,
+    ArgumentTypeError,
     PipeError,
     check_count,
     check_flag,
@@ -37,6 +40,7 @@ from pipesim.errors import (
     check_text,
     check_type,
     number,
+    suggestion,
     value_text,
     wrong_type,
 )
@@ -115,6 +119,30 @@ def checked_as(error: type[PipeError]) -> Callable[[Door], Door]:
     return decorate
 
 
+def checked_names(door: Door) -> Door:
+    """Return a function, or the class itself, that refuses arguments by unknown names."""
+    if isinstance(door, type):
+        setattr(door, "__init__", checked_names(vars(door)["__init__"]))  # noqa: B010
+        return cast(Door, door)
+    names = inspect.signature(door).parameters
+
+    @functools.wraps(door)
+    def call(*args: Any, **named: Any) -> Any:
+        if named.keys() - names.keys():
+            raise _unknown_argument(door, next(x for x in named if x not in names))
+        return door(*args, **named)
+
+    return cast(Door, call)
+
+
+def _unknown_argument(function: Callable[..., Any], name: str) -> ArgumentTypeError:
+    """Return the error of an argument that a function, or the class of an ``__init__``, lacks."""
+    owner = function.__qualname__.removesuffix(".__init__")
+    names = [x for x in inspect.signature(function).parameters if x != "self"]
+    advice = suggestion(name, names) or f"; it takes {', '.join(names)}"
+    return ArgumentTypeError(f"{owner} takes no argument {name!r}{advice}")
+
+
 def _checked_call(
     function: Callable[..., Any], owners: tuple[Any, ...], error: type[PipeError]
 ) -> Callable[..., Any]:
@@ -122,6 +150,7 @@ def _checked_call(
     parameters = inspect.signature(function).parameters.values()
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     usual = {x.name: x.default for x in parameters if x.kind not in several}
+    takes_any = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
     by_position = [x.name for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD]
 
     @functools.cache  # at the first call: modules may import each other while they are loaded
@@ -132,6 +161,8 @@ def _checked_call(
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         find, values = checks().get, list(args)
+        if not takes_any and named.keys() - usual.keys():
+            raise _unknown_argument(function, next(x for x in named if x not in usual))
         try:
             for k, (name, value) in enumerate(zip(by_position, args, strict=False)):
                 if (check := find(name)) and value is not check[1]:

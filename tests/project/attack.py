@@ -205,7 +205,7 @@ def outcome(
     except PipeError as error:
         if len(str(error)) > LONGEST:
             return verdict("endless", f"{len(str(error)):,} characters: {error}")
-        named = _mentions(str(error), _names(function, parameter))
+        named = _mentions(str(error), _names(function, parameter) | {"no argument 'surprise'"})
         return verdict("refused" if named else "unnamed", f"{type(error).__name__}: {error}")
     except TypeError as error:
         # Python's own words for an option that there is not name it.

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -86,6 +87,32 @@ def functions_with(*arguments: str) -> set[str]:
             names.add(name)
     options = options_of_schedules().items()
     return names | {name for name, own in options if {*arguments} & {*own}}
+
+
+# Arguments of unknown names.
+
+
+def test_arguments_of_unknown_names_are_refused() -> None:
+    """By classes and functions of both packages; with the nearest name, if one is near."""
+    for package in (ps, px):
+        for name in package.__all__:
+            door = getattr(package, name)
+            if isinstance(door, ModuleType) or not callable(door) or name in ("Action", "Op"):
+                continue
+            parameters = inspect.signature(door).parameters
+            if not parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+                continue
+            with pytest.raises(PipeError, match=rf"{name} takes no argument 'qqq'; it takes ") as e:
+                door(qqq=1)
+            assert isinstance(e.value, TypeError)
+    for call, message in {
+        lambda: ps.Network(bandwith=1): "Network takes no argument 'bandwith'; did you mean 'band",
+        lambda: ps.Transformer(vocabulary=1): "did you mean 'vocabulary_size'",
+        lambda: ps.plan(None, None, global_batchs=1): "did you mean 'global_batch'",
+        lambda: ps.simulate(None, None, memory=1): "did you mean 'memory_limit'",
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 # Limits of memory: each function returns or predicts a timeline that simulate finds to fit.

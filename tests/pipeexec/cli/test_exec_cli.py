@@ -489,7 +489,7 @@ def test_help_and_mistakes_are_answered_without_torch() -> None:
     script = (
         "import runpy, sys\n"
         "for arguments in ('--help', 'validate --help all', '--completion bash',"
-        " 'validate --stages x'):\n"
+        " 'validate --stages x', 'train nosuch.toml', 'show nosuch', 'run --costs nosuch'):\n"
         "    sys.argv = ['pipeexec', *arguments.split()]\n"
         "    try:\n        runpy.run_module('pipeexec', run_name='__main__')\n"
         "    except SystemExit as end:\n"
@@ -506,6 +506,9 @@ def test_help_and_mistakes_are_answered_without_torch() -> None:
         "END validate --help all 0 False",
         "END --completion bash 0 False",
         "END validate --stages x 2 False",
+        "END train nosuch.toml 2 False",
+        "END show nosuch 2 False",
+        "END run --costs nosuch 2 False",
     ]
 
 

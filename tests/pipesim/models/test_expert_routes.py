@@ -39,9 +39,9 @@ def test_presets_have_the_groups_of_their_papers() -> None:
         if (model := ps.Transformer.preset(name)).n_experts
     }
     assert picked == {
-        "mixtral_8x22b": (0, 0), "qwen3_30b_a3b": (0, 0), "qwen3_235b_a22b": (0, 0),
-        "gpt_oss_20b": (0, 0), "gpt_oss_120b": (0, 0), "deepseek_v2": (8, 3),
-        "deepseek_v3": (8, 4), "kimi_k2": (0, 0),
+        "mixtral_8x7b": (0, 0), "mixtral_8x22b": (0, 0), "qwen3_30b_a3b": (0, 0),
+        "qwen3_235b_a22b": (0, 0), "gpt_oss_20b": (0, 0), "gpt_oss_120b": (0, 0),
+        "deepseek_v2": (8, 3), "deepseek_v3": (8, 4), "kimi_k2": (0, 0),
     }  # fmt: skip
 
 

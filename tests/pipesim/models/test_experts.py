@@ -36,6 +36,7 @@ def graph(n_replicas: int, **options: Any) -> ps.TaskGraph:
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [
+        ("mixtral_8x7b", 46.7e9, 12.9e9),
         ("mixtral_8x22b", 141e9, 39e9),
         ("qwen3_235b_a22b", 235e9, 22e9),
         ("deepseek_v2", 236e9, 21e9),

@@ -259,8 +259,39 @@ def test_bad_custom_orders(
 
 
 @pytest.mark.parametrize(
-    ("name", "suggested"), [("1f1", "1f1b"), ("gpip", "gpipe"), ("GPipe", "gpipe")]
-)
+    ("name", "own"),
+    [
+        ("1F1B", "1f1b"), ("GPipe", "gpipe"), ("ZB-H1", "zb_h1"), ("ZB-V", "zbv"),
+        ("DualPipe-V", "dualpipev"), ("Interleaved 1F1B", "interleaved_1f1b"),
+        ("1F1B-interleaved", "interleaved_1f1b"), ("V-Half", "v_half"), ("ZB 1p", "zb_1p"),
+    ],
+)  # fmt: skip
+def test_spellings_of_papers(name: str, own: str) -> None:
+    """Capitals, spaces, hyphens and the order of words do not matter; the recipe has our name."""
+    schedule = ps.schedule(name, 4, 8)
+    assert schedule == ps.schedule(own, 4, 8)
+    assert schedule.recipe is not None
+    assert schedule.recipe.name == own
+
+
+def test_spellings_of_other_names() -> None:
+    """Of GPUs, machines, models and frameworks, and in sweeps, whose options go by our names."""
+    assert ps.GPU.preset("H100 SXM") == ps.GPU.preset("h100_sxm")
+    assert repr(ps.Cluster("DGX-H100", 8)) == repr(ps.Cluster("dgx_h100", 8))
+    assert ps.Transformer.preset("Llama-3-8B") == ps.Transformer.preset("llama3_8b")
+    assert ps.Framework.preset("Megatron-Core 2024").name == "megatron_core_2024"
+    base = {"n_devices": 4, "n_microbatches": 8, "forward": 1, "backward": 2, "n_chunks": 3}
+    rows = [{"schedule": "Interleaved 1F1B"}, {"schedule": "interleaved_1f1b"}]
+    assert ps.sweep(rows, base=base, progress=False)["makespan"].nunique() == 1
+
+
+def test_a_spelling_of_two_schedules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_REGISTRY, "zb-h1", _REGISTRY["zb_h1"])
+    with pytest.raises(UnknownNameError, match="did you mean 'zb-h1' or 'zb_h1'"):
+        ps.schedule("ZB H1", 4, 8)
+
+
+@pytest.mark.parametrize(("name", "suggested"), [("1f1", "1f1b"), ("gpip", "gpipe")])
 def test_unknown_schedule_gets_a_suggestion(name: str, suggested: str) -> None:
     """The nearest name, and all of them."""
     message = rf"unknown schedule {name!r}; did you mean {suggested!r}\? \(known: .*gpipe"
