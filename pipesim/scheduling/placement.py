@@ -607,6 +607,28 @@ def stage_pairs(edges: Edges, n_stages: int) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=32)
+def reached_stages(edges: Edges, n_stages: int) -> NDArray[np.bool_]:
+    """Return whether edges lead from a stage to another one, over others or not: [from, to]."""
+    reach = np.zeros((n_stages, n_stages), dtype=bool)
+    for source, target in reversed(stage_pairs(edges, n_stages).tolist()):
+        reach[source] |= reach[target]
+        reach[source, target] = True
+    return reach
+
+
+def chains_of(stages: Iterable[int], reach: NDArray[np.bool_]) -> list[list[int]]:
+    """Return ascending stages as chains: edges lead from each stage of one to the next."""
+    chains: list[list[int]] = []
+    for stage in stages:
+        own = next((chain for chain in chains if reach[chain[-1], stage]), None)
+        if own is None:
+            chains.append([stage])
+        else:
+            own.append(stage)
+    return chains
+
+
+@lru_cache(maxsize=32)
 def entry_stages(edges: Edges, n_stages: int) -> tuple[int, ...]:
     """Return the stages that no edge leads to: they take the inputs of the pipeline."""
     targets = stage_pairs(edges, n_stages)[:, 1].tolist()

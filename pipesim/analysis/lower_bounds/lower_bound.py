@@ -191,7 +191,7 @@ def graph_bound(
         Graph of any order of the tasks.
     costs, memory_limit, objective, search
         As for `lower_bound`; None for no limit. A limit raises no bound of a graph that offloads
-        activations, frees parameters, has experts, or has stages with edges.
+        activations, frees parameters, or has experts.
     target
         A makespan (s) that an order reaches: a bound that meets it is not raised further.
     """
@@ -200,7 +200,7 @@ def graph_bound(
     if memory_limit is not None:
         limits = checked_memory_limit(memory_limit, graph.n_devices)
     in_segments = not graph.kinds.completes.all()
-    if in_segments or graph.edges or graph.is_op(COPIES | {Op.RESHARD}).any():
+    if in_segments or graph.is_op(COPIES | {Op.RESHARD}).any():
         limits = None  # bytes depend on the order
     seconds = _bound_of_tasks(graph, costs, objective)
     least = least_costs(costs)

@@ -14,7 +14,7 @@ this is the usual rule that F of micro-batch i waits for the W (or B) of micro-b
 The arcs stay valid, and get weaker, in these cases:
 
 - a device with several stages: ``low`` is the least that a micro-batch holds between T and R;
-- a bidirectional pipeline: the other path is held to hold nothing;
+- a bidirectional pipeline, or stages that are no chain: other chains are held to hold nothing;
 - recompute of some micro-batches: all are held to be recomputed, which holds less;
 - gradients that wait for a reduction, and stashed versions of weights beyond one: not counted.
 
@@ -35,6 +35,7 @@ from pipesim.analysis.lower_bounds.lanes import Arcs, Floats, LaneGraph, joined_
 from pipesim.costs.costs import Costs
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
+from pipesim.scheduling.placement import chains_of, reached_stages
 from pipesim.timeline.memory_limit import too_low_limit
 from pipesim.timeline.task_bytes import kind_bytes, static_parts, weight_versions, workspaces
 
@@ -67,7 +68,9 @@ class DeviceStages(NamedTuple):
     limit: float  # bytes that it may hold
     static: float  # bytes that it holds throughout in any order
     room: float  # for micro-batches: the limit without the allocator's reserve and static bytes
-    chains: list[list[StageLanes]]  # for each replica, its stages in ascending order
+    # For each replica, its stages in ascending order. Stages that are no chain are several chains:
+    # a stage does not wait for another that no edges lead from.
+    chains: list[list[StageLanes]]
     complete: bool  # whether no replica is left out
 
 
@@ -87,6 +90,7 @@ def device_stages(
     stages = _stages(graph, lanes, costs if limited else None)
     held = _static(graph, costs) if costs is not None and limited else np.zeros(graph.n_devices)
     reserve = costs.memory_reserve if costs is not None else 0.0
+    reach = reached_stages(graph.edges, graph.n_stages)
     devices = []
     for device in range(graph.n_devices):
         limit = math.inf if limits is None else float(limits[device])
@@ -94,11 +98,11 @@ def device_stages(
         chains, complete = [], True
         for replica in range(graph.n_replicas):
             numbers = np.flatnonzero(graph.homes[replica] == device).tolist()
-            own = [stages.get((replica, stage)) for stage in numbers]
-            chain = [stage for stage in own if stage is not None]
-            complete &= len(chain) == len(own)
-            if chain and len(chain) == len(own):
-                chains.append(chain)
+            if any((replica, stage) not in stages for stage in numbers):
+                complete = False
+                continue
+            for chain in chains_of(numbers, reach):
+                chains.append([stages[replica, stage] for stage in chain])
         devices.append(DeviceStages(limit, float(held[device]), room, chains, complete))
     return devices
 

@@ -44,9 +44,10 @@ def device_orders(
     for microbatch in range(n_microbatches):
         path = placement.paths[paths[microbatch]]
         stages = [s for s, home in enumerate(path) if home == device]
-        forwards = [Action(s, Op.F, microbatch) for s in stages]
-        rest = [Action(s, op, microbatch) for s in reversed(stages) for op in steps[1:]]
-        chains.append([*forwards, *rest])
+        for own in [[s] for s in stages] if placement.edges else [stages]:
+            forwards = [Action(s, Op.F, microbatch) for s in own]
+            rest = [Action(s, op, microbatch) for s in reversed(own) for op in steps[1:]]
+            chains.append([*forwards, *rest])
     orders: list[tuple[Action, ...]] = []
     for order in interleaved(tuple(map(tuple, chains))):
         numbers: dict[tuple[int, Op, int], list[int]] = {}
@@ -102,6 +103,9 @@ CASES = {
     "v-shaped": (ps.Placement.v_shaped(2), 2, False, True),
     "looped": (ps.Placement.looped(2, 2), 2, False, True),
     "both directions": (ps.Placement.bidirectional(2), 2, False, False),
+    "two pipelines": (ps.Placement([0, 0, 1, 1], edges=[(0, 2), (1, 3)]), 1, False, True),
+    "two encoders": (ps.Placement([0, 0, 1], edges=[(0, 2), (1, 2)]), 1, True, True),
+    "encoder beside": (ps.Placement([0, 1, 0, 1], edges=[(0, 2), (1, 2), (2, 3)]), 1, True, True),
 }
 
 
