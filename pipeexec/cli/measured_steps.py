@@ -70,7 +70,7 @@ class MeasuredSteps:
         ``run.json``, ``timeline.csv`` (the median step), ``timeline.png`` and ``.pdf``; with a
         prediction ``predicted.csv``, ``costs.json``, ``overlay.png`` and ``.pdf``.
         """
-        from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
+        from pipesim.plot.paper_figure import figure_with_axes, save
         from pipesim.plot.timelines import overlay, rows
         from pipesim.utils.packages import Figure
 
@@ -85,7 +85,7 @@ class MeasuredSteps:
             self.measured.save(to / "timeline.csv")
             height = rows(self.measured.graph, transfers=False)
             # Not a figure of pyplot, which would have to be closed.
-            figure, ax = figure_with_axes(Figure, TWO_COLUMNS, height)
+            figure, ax = figure_with_axes(Figure, None, height)
             self.measured.plot(ax=ax)
             save(figure, to / "timeline.png", to / "timeline.pdf")
             if self.predicted is None:

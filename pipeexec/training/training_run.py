@@ -172,8 +172,9 @@ class TrainingRun:
         matplotlib.axes.Axes
             The axes: loss of each step, its moving average, and losses of evaluations.
         """
+        from pipesim.plot.figure_style import current_style
+        from pipesim.plot.palette import INK
         from pipesim.plot.paper_figure import add_legend, axes_or_new, figure, label, set_title
-        from pipesim.plot.style import INK, PALETTE
 
         if title is not None:
             check_text("title", title)
@@ -181,8 +182,9 @@ class TrainingRun:
         if not len(log):
             raise ArgumentError("the training has no steps yet; train at least one, then plot")
         ax = figure(2, height=2.6)[1] if ax is None else axes_or_new(ax, 4)
+        palette = current_style().palette
         steps, losses = log["step"].to_numpy(), log["loss"].to_numpy(dtype=float)
-        (pale,) = ax.plot(steps, losses, color=PALETTE[Op.F], linewidth=0.6, zorder=2)
+        (pale,) = ax.plot(steps, losses, color=palette[Op.F], linewidth=0.6, zorder=2)
         pale.set_gid("training:loss")
         handles, names = [pale], ["loss of a step"]
         window = len(losses) // 50
@@ -194,7 +196,7 @@ class TrainingRun:
             names.append(f"mean of {window} steps")
         if len(evaluations):
             (points,) = ax.plot(
-                evaluations["step"], evaluations["loss"], color=PALETTE[Op.SEND_B], linewidth=0.8,
+                evaluations["step"], evaluations["loss"], color=palette[Op.SEND_B], linewidth=0.8,
                 marker="o", markersize=3.0, zorder=4,
             )  # fmt: skip
             points.set_gid("training:evaluation")

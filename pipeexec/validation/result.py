@@ -35,7 +35,7 @@ from pipesim.analysis.error_attribution import PARTS
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.plot.html_tables import note_html, omitted_html, table_html
-from pipesim.plot.style import format_error
+from pipesim.plot.palette import format_error
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path

@@ -18,10 +18,11 @@ from pipesim.plot.autograd_plot import autograd_graph, autograd_graph_html
 from pipesim.plot.charts import accuracy, bars, idle, memory, plan_front
 from pipesim.plot.dependency_plot import dependencies
 from pipesim.plot.exchange_plot import exchange
+from pipesim.plot.figure_style import ONE_COLUMN, TWO_COLUMNS, Style, paper_style, style
 from pipesim.plot.html import comparison_html, graph_html, schedule_html, timeline_html
 from pipesim.plot.page.save import to_html
-from pipesim.plot.paper_figure import ONE_COLUMN, TWO_COLUMNS, figure, paper_style, save
-from pipesim.plot.style import PALETTE
+from pipesim.plot.palette import PALETTE
+from pipesim.plot.paper_figure import figure, save
 from pipesim.plot.timelines import comparison, overlay, panels, timeline
 from pipesim.plot.widget.make_widget import widget
 from pipesim.scheduling.placement import Placement
@@ -33,6 +34,7 @@ __all__ = [
     "ONE_COLUMN",
     "PALETTE",
     "TWO_COLUMNS",
+    "Style",
     "accuracy",
     "autograd_graph",
     "autograd_graph_html",
@@ -51,6 +53,7 @@ __all__ = [
     "plan_front",
     "save",
     "schedule_html",
+    "style",
     "timeline",
     "timeline_html",
     "to_html",

@@ -16,9 +16,10 @@ from matplotlib.path import Path
 
 from pipesim.graph.autograd_graph import AutogradGraph
 from pipesim.plot.autograd_layout import CUT, HEIGHT, WIDTH, AutogradLayout
+from pipesim.plot.figure_style import text_points
 from pipesim.plot.fitting_labels import NodeTexts
-from pipesim.plot.paper_figure import SMALL, add_legend, set_title
-from pipesim.plot.style import INK, UNFINISHED, device_colours, text_colours
+from pipesim.plot.palette import INK, UNFINISHED, device_colours, text_colours
+from pipesim.plot.paper_figure import add_legend, set_title
 
 #: Nodes of torchgpipe that compute nothing: they copy, wait, or order others.
 PALE = frozenset({"Copy", "Wait", "Fork", "Join"})
@@ -40,7 +41,7 @@ def draw(
     highest = min((y for arrow in layout.arrows for _, y in arrow.points), default=0.0)
     ax.set_ylim(layout.n_rows - 0.4, min(-0.6, highest - 0.3))
     ax.spines[:].set_visible(False)
-    ax.tick_params(length=0, labelsize=SMALL)
+    ax.tick_params(length=0, labelsize=text_points())
     ax.set_yticks(list(layout.lanes), list(layout.lanes.values()))
     ax.set_xticks(list(layout.blocks), list(layout.blocks.values()))
     _draw_arrows(ax, layout)
@@ -66,7 +67,7 @@ def _draw_arrows(ax: Axes, layout: AutogradLayout) -> None:
         ax.add_patch(patch)
         if arrow.label:
             x, y = arrow.points[0 if arrow.has_head else -1]
-            ax.text(x, y, arrow.label, fontsize=SMALL - 1, color=colour, va="center",
+            ax.text(x, y, arrow.label, fontsize=0.86 * text_points(), color=colour, va="center",
                     ha="left" if arrow.has_head else "right")  # fmt: skip
 
 

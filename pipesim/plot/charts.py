@@ -12,10 +12,10 @@ from pipesim.analysis.idle import CAUSES, idle_by_cause
 from pipesim.analysis.idle_gaps import Cause
 from pipesim.errors import ArgumentError, check_list, check_name, check_numbers, number
 from pipesim.ops import Op
+from pipesim.plot.figure_style import current_style, text_points
+from pipesim.plot.palette import INK, rgb, text_colours
 from pipesim.plot.paper_figure import (
-    FONT,
     GREY,
-    SMALL,
     add_legend,
     axes_or_new,
     axes_size,
@@ -27,7 +27,6 @@ from pipesim.plot.paper_figure import (
     thinned_ticks,
     titles_fit,
 )
-from pipesim.plot.style import INK, PALETTE, shades, text_colours
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.checks import checked
 from pipesim.utils.texts import Bytes, byte_unit, format_bytes, format_time, in_bytes, time_unit
@@ -86,10 +85,10 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
     ax.set_ylim(bottom=0)
     if not held["nbytes"].any():
         ax.text(0.5, 0.5, "no bytes in the costs", transform=ax.transAxes, ha="center",
-                va="center", fontsize=FONT)  # fmt: skip
+                va="center", fontsize=text_points("axes.labelsize"))  # fmt: skip
     label(ax, f"Time ({sign})", f"Memory held ({size_sign})")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL,
-              handlelength=2.4, borderaxespad=0.3)  # fmt: skip
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=2.4,
+              fontsize=text_points("legend.fontsize"), borderaxespad=0.3)  # fmt: skip
     return ax
 
 
@@ -131,7 +130,7 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     ax = axes_or_new(ax, len(table))
     values = table[column].to_numpy(float)
     rows = np.arange(len(values))
-    ax.barh(rows, np.nan_to_num(values), 0.7, color=PALETTE[Op.F])
+    ax.barh(rows, np.nan_to_num(values), 0.7, color=current_style().palette[Op.F])
     longest = np.nan_to_num(values)
     has_ends = column == "makespan" and "high" in table
     if has_ends:
@@ -142,12 +141,12 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     for row, value in enumerate(values.tolist()):
         ax.annotate(
             "n/a" if np.isnan(value) else format_value(value), (longest[row], row), (3, 0),
-            textcoords="offset points", va="center", fontsize=SMALL,
+            textcoords="offset points", va="center", fontsize=text_points(),
         )  # fmt: skip
     ax.set_xlim(0, 1.2 * longest.max() if (values > 0).any() else 1.2)
     ax.set_ylim(len(values) - 0.5, -0.5)
     label(ax, "", "")
-    ax.set_yticks(rows, [str(name) for name in table.index], fontsize=FONT)
+    ax.set_yticks(rows, [str(name) for name in table.index], fontsize=text_points("axes.labelsize"))
     ax.set_xticks([])
     ax.tick_params(axis="y", length=0)
     ax.spines["bottom"].set_visible(False)
@@ -225,9 +224,10 @@ def _draw_part(ax: Axes, cause: Cause, left: Floats, width: Floats) -> BarContai
     from pipesim.utils.packages import matplotlib as mpl
 
     op, hatch = LOOKS[cause]
-    (ink,) = text_colours(shades(np.array([op]), np.array([0])))
+    colour = current_style().palette[op]
+    (ink,) = text_colours(rgb([colour]))
     with mpl.rc_context({"hatch.linewidth": 0.6}):  # read once, when a bar is made
-        drawn = ax.barh(np.arange(len(left)), width, 0.7, left, color=PALETTE[op],
+        drawn = ax.barh(np.arange(len(left)), width, 0.7, left, color=colour,
                         edgecolor=(ink, HATCH_INK), linewidth=0.4, hatch=hatch)  # fmt: skip
     for bar in drawn:
         bar.set_gid(f"idle:{CAUSES[cause]}")
@@ -283,14 +283,15 @@ def accuracy(
     ax = figure(1, height=_ACCURACY_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
     ends = np.array([min(true.min(), guess.min()) / _SPACE, max(true.max(), guess.max()) * _SPACE])
     ends *= scale
+    palette = current_style().palette
     band = ax.fill_between(
-        ends, ends / (1 + BAND), ends / (1 - BAND), color=PALETTE[Op.R], linewidth=0, zorder=1
+        ends, ends / (1 + BAND), ends / (1 - BAND), color=palette[Op.R], linewidth=0, zorder=1
     )
     band.set_gid("accuracy:band")
     (line,) = ax.plot(ends, ends, color=INK, linewidth=0.6, zorder=2)
     line.set_gid("accuracy:equal")
     points = ax.scatter(
-        guess * scale, true * scale, s=14, color=PALETTE[Op.B], edgecolor=INK, linewidth=0.4,
+        guess * scale, true * scale, s=14, color=palette[Op.B], edgecolor=INK, linewidth=0.4,
         zorder=3,
     )  # fmt: skip
     points.set_gid("accuracy:steps")
@@ -300,13 +301,14 @@ def accuracy(
     ax.tick_params(which="minor", width=0.4, length=1.5)
     errors = np.abs(guess / true - 1)
     ax.legend([line, band], ["equal", f"within {BAND:.0%}"], loc="upper left", frameon=False,
-              fontsize=SMALL, handlelength=1.2, borderaxespad=0.2)  # fmt: skip
+              fontsize=text_points("legend.fontsize"), handlelength=1.2,
+              borderaxespad=0.2)  # fmt: skip
     note = f"error: mean {errors.mean():.1%}, worst {errors.max():.1%}"
     if titles_fit(ax, title or "", note):
         set_title(ax, title or "", note)
     else:
         set_title(ax, title or "")
-        ax.text(0.98, 0.03, note, transform=ax.transAxes, ha="right", fontsize=SMALL)
+        ax.text(0.98, 0.03, note, transform=ax.transAxes, ha="right", fontsize=text_points())
     return ax
 
 
@@ -337,10 +339,9 @@ def _positive_seconds(
 
 #: Columns of the table that are drawn.
 _PLAN_COLUMNS = ("step", "memory", "schedule")
-#: Marker and colour of each schedule, by its place in the legend.
+#: Marker and colour (by operation) of each schedule, by its place in the legend.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
-_COLOURS = tuple(PALETTE[op] for op in (Op.F, Op.B, Op.SEND_F, Op.W, Op.I, Op.REDUCE_GRAD,
-                                        Op.SEND_B, Op.ALL_TO_ALL, Op.STEP))  # fmt: skip
+_COLOURS = (Op.F, Op.B, Op.SEND_F, Op.W, Op.I, Op.REDUCE_GRAD, Op.SEND_B, Op.ALL_TO_ALL, Op.STEP)
 #: Width of a bold letter relative to its size.
 BOLD_LETTER = 0.65
 #: Points of the front that are labelled, and the height of new axes (inches).
@@ -398,7 +399,7 @@ def plan_front(
     most = max(float(table["memory"].max()), limit or 0.0)
     size_sign, size = byte_unit(most)
     points = table.assign(x=table["step"] * scale, y=table["memory"] / size)
-    ax = figure(2, height=_PLAN_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
+    ax = figure(height=_PLAN_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
     handles = _draw_points(ax, points, ranks)
     best = points.loc[ranks]
     (line,) = ax.plot(best["x"], best["y"], color=INK, linewidth=0.8, drawstyle="steps-post")
@@ -431,7 +432,7 @@ def _draw_points(ax: Axes, points: pd.DataFrame, front: list[int]) -> dict[str, 
     handles = {}
     for place, schedule in enumerate(points["schedule"].drop_duplicates().tolist()):
         look: dict[str, Any] = {
-            "color": _COLOURS[place % len(_COLOURS)],
+            "color": current_style().palette[_COLOURS[place % len(_COLOURS)]],
             "marker": _MARKERS[place % len(_MARKERS)],
             "edgecolor": INK,
         }
@@ -451,7 +452,7 @@ def _draw_limit(ax: Axes, height: float, text: str) -> None:
     line.set_gid("plan:limit")
     ax.annotate(
         f"limit {text}", (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 2),
-        textcoords="offset points", ha="right", fontsize=SMALL, color=GREY,
+        textcoords="offset points", ha="right", fontsize=text_points(), color=GREY,
     )  # fmt: skip
 
 
@@ -467,10 +468,11 @@ def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None
     width, height = axes_size(ax)
     x, y = best["x"].to_dict(), best["y"].to_dict()
     right = ax.get_xlim()[1]
-    room = (len(names[ranks[0]]) * SMALL * BOLD_LETTER + 2 * SMALL) / width
+    size = text_points()
+    room = (len(names[ranks[0]]) * size * BOLD_LETTER + 2 * size) / width
     share = min(room, 0.5)
     ax.set_xlim((x[ranks[0]] - share * right) / (1 - share), right)
-    line = 1.5 * SMALL / height * ax.get_ylim()[1]
+    line = 1.5 * size / height * ax.get_ylim()[1]
     kept = [ranks[0]]
     while len(kept) < _LABELS:
         distance = {rank: min(abs(y[rank] - y[other]) for other in kept) for rank in ranks}
@@ -481,6 +483,6 @@ def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None
     for rank in kept:
         ax.annotate(
             names[rank], (x[rank], y[rank]), xytext=(-5, -4), textcoords="offset points",
-            ha="right", va="top", fontsize=SMALL, zorder=6,
+            ha="right", va="top", fontsize=text_points(), zorder=6,
             fontweight="bold" if rank == ranks[0] else "normal",
         )  # fmt: skip

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_type
+from pipesim.plot.figure_style import current_style, text_points
+from pipesim.plot.palette import INK, Floats, device_colours, text_colours
 from pipesim.plot.paper_figure import (
     LETTER,
-    SMALL,
-    TWO_COLUMNS,
     axes_or_new,
     axes_size,
     figure,
@@ -18,7 +18,6 @@ from pipesim.plot.paper_figure import (
     set_title,
     thinned_ticks,
 )
-from pipesim.plot.style import INK, Floats, device_colours, text_colours
 from pipesim.utils.checks import checked
 from pipesim.utils.csr import Ints
 
@@ -95,7 +94,11 @@ def exchange(table: pd.DataFrame, *, ax: Axes | None = None, title: str | None =
     boxes = _boxes(columns, n_ranks) if len(table) <= _MOST_KEYS else None
     n_letters, longest = 0, max(map(len, _key_texts(columns)))
     if boxes is not None:
-        points = TWO_COLUMNS * 72 - _NAMES if ax is None else _width_beside_names(ax, boxes)
+        points = (
+            current_style().width(None) * 72 - _NAMES
+            if ax is None
+            else _width_beside_names(ax, boxes)
+        )
         # The smallest size of labels in boxes is 6 points.
         n_letters = int((WIDTH * points / boxes.ends[-1, 1] - 1.0) / (6.0 * 0.66))
     if boxes is None or n_letters < longest:
@@ -103,7 +106,7 @@ def exchange(table: pd.DataFrame, *, ax: Axes | None = None, title: str | None =
         _draw_counts(ax, columns, n_ranks)
     else:
         height = _PHASE * len(boxes.phases) + 0.5
-        ax = figure(2, height=height)[1] if ax is None else axes_or_new(ax, n_ranks)
+        ax = figure(height=height)[1] if ax is None else axes_or_new(ax, n_ranks)
         _draw_boxes(ax, columns, boxes, letters=n_letters > longest)
     if title:
         set_title(ax, title)
@@ -114,7 +117,7 @@ def _width_beside_names(ax: Axes, boxes: _Boxes) -> float:
     """Name the phases at the axes; return the width that these have then (points)."""
     axes_or_new(ax, 1)  # checks the type
     ax.set_yticks(range(len(boxes.phases)), [phase.name for phase in boxes.phases])
-    ax.tick_params(labelsize=SMALL)
+    ax.tick_params(labelsize=text_points())
     if (engine := ax.figure.figure.get_layout_engine()) is not None:
         engine.execute(ax.figure.figure)
     return axes_size(ax)[0]
@@ -232,7 +235,7 @@ def _draw_boxes(ax: Axes, columns: dict[str, Ints], boxes: _Boxes, *, letters: b
     heads.set_gid("exchange:ranks")
     ax.add_collection(heads, autolim=False)
     for k, middle_of_rank in enumerate(boxes.ends.mean(axis=1).tolist()):
-        ax.text(middle_of_rank, -1.0, f"rank {k}", ha="center", va="center", fontsize=SMALL,
+        ax.text(middle_of_rank, -1.0, f"rank {k}", ha="center", va="center", fontsize=text_points(),
                 color=INK)  # fmt: skip
     x, y = np.concatenate(middles).T
     width, height, inks = (
@@ -289,7 +292,7 @@ def _draw_counts(ax: Axes, columns: dict[str, Ints], n_ranks: int) -> None:
         for k, between in ((0, "\n"), (1, " "))
     )
     width, height = axes_size(ax)
-    widest = SMALL * LETTER * max(len(text) - 1 for text in received) + 4.0
+    widest = text_points() * LETTER * max(len(text) - 1 for text in received) + 4.0
     for axis, names, limit in (
         (ax.xaxis, received, width / widest),
         (ax.yaxis, senders, height / 9),

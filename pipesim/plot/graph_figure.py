@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, TRANSFERS, Op, part_name
 from pipesim.plot.dependency_plot import CODES, NUMBERED_CODES, Arrow, GraphLayout
+from pipesim.plot.figure_style import text_points
 from pipesim.plot.fitting_labels import NodeTexts
-from pipesim.plot.paper_figure import SMALL
-from pipesim.plot.style import INK, device_colours, text_colours
+from pipesim.plot.palette import INK, device_colours, text_colours
 
 Floats = NDArray[np.float64]
 
@@ -96,7 +96,7 @@ def draw_arrows(ax: Axes, graph: TaskGraph, layout: GraphLayout, *, labels: bool
         if labels and arrow.sort == "message":  # on the middle of the arrow's first segment
             x, y = np.mean(points[:2], axis=0)
             text = ax.text(
-                x, y, str(graph.microbatch[arrow.source]), fontsize=SMALL - 1, color=INK,
+                x, y, str(graph.microbatch[arrow.source]), fontsize=0.86 * text_points(), color=INK,
                 ha="center", va="center", zorder=1.6,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
             )  # fmt: skip

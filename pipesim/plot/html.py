@@ -16,6 +16,7 @@ from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
+from pipesim.plot.figure_style import current_style
 from pipesim.plot.html_tables import (
     CELL,
     HEAD,
@@ -29,8 +30,8 @@ from pipesim.plot.html_tables import (
     table_html,
 )
 from pipesim.plot.page.save import packed_page, page_html
-from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes
-from pipesim.plot.style import LABELS, chunks, format_error, shades
+from pipesim.plot.palette import chunks, format_error, shades
+from pipesim.plot.paper_figure import figure_with_axes
 from pipesim.plot.timelines import ROWS_PER_DEVICE
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
@@ -63,7 +64,9 @@ def schedule_html(schedule: Schedule) -> str:
     check_type("schedule", schedule, Schedule)
     columns, problem = _columns(schedule)
     shown = min(int(columns.max(initial=-1)) + 1, MAX_CYCLES)
-    colours = shades(schedule.op, chunks(schedule.device, schedule.stage))
+    colours = shades(
+        schedule.op, chunks(schedule.device, schedule.stage), palette=current_style().palette
+    )
     rows = []
     for device in range(min(schedule.n_devices, MAX_DEVICES)):
         cells = {
@@ -80,7 +83,7 @@ def schedule_html(schedule: Schedule) -> str:
         rows.append(f'<tr><th style="{HEAD}">device {device}</th>{row}</tr>')
     present = [op for op in Op if (schedule.op == op).any()]
     key = "".join(
-        cell_html(LABELS[op], colour, op.name, tag="span")
+        cell_html(current_style().operations[op], colour, op.name, tag="span")
         for op, colour in zip(
             present, shades(np.array(present, int), np.zeros(len(present), int)), strict=True
         )
@@ -133,7 +136,7 @@ def graph_html(graph: TaskGraph) -> str:
     head = [*(f"device {device}" for device in range(shown)), "all"]
     lines = [[*map(str, counts[op][:shown]), str(counts[op].sum())] for op in present]
     total = counts.sum(axis=0)
-    names = [*(f"{op.name} {LABELS[op]}" for op in present), "all"]
+    names = [*(f"{op.name} {current_style().operations[op]}" for op in present), "all"]
     lines.append([*map(str, total[:shown]), str(total.sum())])
     omitted = omitted_text(graph.n_devices, shown, "devices")
     options = f"recompute {graph.recompute}, transfers {'' if graph.overlap else 'not '}overlapped"
@@ -201,7 +204,7 @@ def comparison_html(comparison: Comparison) -> str:
     check_type("comparison", comparison, Comparison)
     rows = [
         [
-            f"{op} {LABELS[Op[str(op)]]}",
+            f"{op} {current_style().operations[Op[str(op)]]}",
             str(int(row["count"])),
             format_time(row["predicted"]),
             format_time(row["measured"]),
@@ -269,10 +272,8 @@ def picture(item: Timeline | Comparison) -> Figure:
     from pipesim.utils.packages import Figure
 
     if isinstance(item, Comparison):
-        figure, ax = figure_with_axes(
-            Figure, TWO_COLUMNS, item.predicted.n_devices * ROWS_PER_DEVICE
-        )
+        figure, ax = figure_with_axes(Figure, None, item.predicted.n_devices * ROWS_PER_DEVICE)
     else:
-        figure, ax = figure_with_axes(Figure, TWO_COLUMNS, item.n_devices)
+        figure, ax = figure_with_axes(Figure, None, item.n_devices)
     item.plot(ax=ax)
     return figure

@@ -23,7 +23,7 @@ from pipesim.models.transformer import Transformer
 from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network
 from pipesim.network.parallel_layout import Layout
-from pipesim.plot.style import text_colours
+from pipesim.plot.palette import text_colours
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.texts import format_bytes, format_decimal, format_time
 

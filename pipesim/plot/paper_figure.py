@@ -1,6 +1,6 @@
-"""Figures around their content, in a paper's style: sizes, fonts, axes, titles, legends, files.
+"""Figures around their content: sizes, axes, titles, legends, files.
 
-Font sizes are a paper's: 8 points for labels, 7 for the rest. matplotlib is imported when needed.
+matplotlib is imported when needed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from pipesim.errors import ArgumentError, check_count, number
-from pipesim.ops import Op
-from pipesim.plot.style import PALETTE
+from pipesim.errors import ArgumentError, number
+from pipesim.plot.figure_style import current_style, text_points
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, write_whole
 
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: Widths of one and of two columns of an IEEE paper, inches.
-ONE_COLUMN, TWO_COLUMNS = 3.5, 7.16
-#: Font sizes (points).
-FONT, SMALL = 8.0, 7.0
 #: Height of a device's row, of the space around all rows, and the most that all rows get (inches).
 ROW, MARGIN, MAX_ROWS = 0.25, 0.75, 5.0
 #: Width of a letter relative to its size, and of a legend's entry without its letters (points).
@@ -37,18 +32,18 @@ _T = TypeVar("_T")
 
 
 def figure(
-    columns: int = 2, rows: float = 4, *, height: float | None = None
+    columns: int | None = None, rows: float = 4, *, height: float | None = None
 ) -> tuple[Figure, Axes]:
     """Make a pyplot figure of a paper's width, and axes in it.
 
     Parameters
     ----------
     columns
-        1 or 2: `ONE_COLUMN` or `TWO_COLUMNS` wide.
+        Width in columns, 1 or 2; by default that of the style (`style`), or else 2.
     rows
         Rows of devices; they set the height.
     height
-        Height (inches) instead of ``rows``.
+        Height (inches) instead; by default that of the style, if it has one.
 
     Returns
     -------
@@ -57,14 +52,7 @@ def figure(
     """
     from pipesim.utils.packages import pyplot as plt
 
-    return figure_with_axes(plt.figure, width_of(columns), rows, height)
-
-
-def width_of(columns: int) -> float:
-    """Return the width of one or two columns (inches)."""
-    if check_count("columns", columns) > 2:
-        raise ArgumentError(f"columns must be 1 or 2, got {columns}")
-    return ONE_COLUMN if columns == 1 else TWO_COLUMNS
+    return figure_with_axes(plt.figure, current_style().width(columns), rows, height)
 
 
 def check_height(height: float, name: str = "height") -> float:
@@ -76,10 +64,16 @@ def check_height(height: float, name: str = "height") -> float:
 
 
 def figure_with_axes(
-    make: Callable[..., Figure], width: float, rows: float, height: float | None = None
+    make: Callable[..., Figure], width: float | None, rows: float, height: float | None = None
 ) -> tuple[Figure, Axes]:
-    """Return a figure that ``make`` makes, with room for ``rows``, and axes in it."""
+    """Return a figure that ``make`` makes, with room for ``rows``, and axes in it.
+
+    Without a width (inches) it is that of the style, or two columns.
+    """
+    width = current_style().width(None) if width is None else width
     check_height(rows, "rows")
+    if height is None:
+        height = current_style().height
     if height is None:
         height = MARGIN + min(max(rows, 2) * ROW, MAX_ROWS)
     new = make(figsize=(width, check_height(height)), layout="constrained")
@@ -143,9 +137,9 @@ def end_of_axis(timeline: Timeline) -> float:
 
 
 def axes_or_new(ax: Axes | None, rows: float) -> Axes:
-    """Return ``ax``, or new axes two columns wide with room for ``rows``."""
+    """Return ``ax``, or new axes with room for ``rows``."""
     if ax is None:
-        return figure(2, rows)[1]
+        return figure(rows=rows)[1]
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes):
@@ -155,9 +149,12 @@ def axes_or_new(ax: Axes | None, rows: float) -> Axes:
 
 def label(ax: Axes, x: str, y: str) -> None:
     """Label the axes and remove the top and right spines."""
-    ax.set_xlabel(x, fontsize=FONT)
-    ax.set_ylabel(y, fontsize=FONT)
-    ax.tick_params(labelsize=SMALL, width=0.6, length=2.5)
+    size = text_points("axes.labelsize")
+    ax.set_xlabel(x, fontsize=size)
+    ax.set_ylabel(y, fontsize=size)
+    ax.tick_params(width=0.6, length=2.5)
+    for axis in ("x", "y"):
+        ax.tick_params(axis=axis, labelsize=text_points(f"{axis}tick.labelsize"))
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_linewidth(0.6)
 
@@ -172,7 +169,7 @@ def set_device_rows(ax: Axes, n_devices: int, end: float, unit: str) -> None:
 
     # Not 2.5, since most figures of schedules have whole seconds.
     ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
-    ax.yaxis.set_major_locator(DeviceTicks(ax, n_devices, SMALL + 1.5))
+    ax.yaxis.set_major_locator(DeviceTicks(ax, n_devices, text_points("ytick.labelsize") + 1.5))
     label(ax, f"Time ({unit})", "Device")
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
@@ -195,12 +192,13 @@ def thinned_ticks(count: int, limit: int) -> list[int]:
 
 def legend_options(labels: list[str], width: float) -> dict[str, Any]:
     """Return the options of a legend of ``labels``, at most ``width`` points wide."""
-    widest = max(len(text) for text in labels) * SMALL * LETTER + HANDLE
-    total = sum(len(text) * SMALL * LETTER + HANDLE for text in labels)
+    size = text_points("legend.fontsize")
+    widest = max(len(text) for text in labels) * size * LETTER + HANDLE
+    total = sum(len(text) * size * LETTER + HANDLE for text in labels)
     columns = len(labels) if total <= width else max(1, int(width // widest))
     # Lines as even as their number allows.
     columns = math.ceil(len(labels) / math.ceil(len(labels) / columns))
-    return {"ncols": columns, "frameon": False, "fontsize": SMALL, "handlelength": 1.2,
+    return {"ncols": columns, "frameon": False, "fontsize": size, "handlelength": 1.2,
             "handleheight": 1.0, "handletextpad": 0.5, "columnspacing": 1.2, "borderpad": 0.1,
             "labelspacing": 0.3}  # fmt: skip
 
@@ -215,99 +213,18 @@ def add_legend(ax: Axes, handles: list[Any], labels: list[str]) -> float:
     ax.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2,
               **options)  # fmt: skip
     lines = math.ceil(len(labels) / int(options["ncols"]))
-    return lines * SMALL * 1.35 + 3.0
+    return lines * text_points("legend.fontsize") * 1.35 + 3.0
 
 
 def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None:
     """Put titles above a legend of ``height`` points."""
     pad = 3.0 + height
-    ax.set_title(left, loc="left", fontsize=FONT, pad=pad, fontweight="bold")
-    ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=GREY, fontweight="normal")
+    size, note = text_points("axes.titlesize"), text_points()
+    ax.set_title(left, loc="left", fontsize=size, pad=pad)
+    ax.set_title(right, loc="right", fontsize=note, pad=pad, color=GREY)
 
 
 def titles_fit(ax: Axes, *texts: str) -> bool:
     """Return whether titles fit side by side above the axes."""
-    needed = sum(map(len, texts)) * FONT * LETTER + 10.0
+    needed = sum(map(len, texts)) * text_points("axes.titlesize") * LETTER + 10.0
     return needed < axes_size(ax)[0]
-
-
-# Settings of matplotlib for figures of a paper: size, fonts, lines that differ without colour
-
-#: Colour, dashes and marker of successive lines. Each of them alone tells lines apart.
-_LINES: tuple[tuple[str, Any, str], ...] = (
-    (PALETTE[Op.REDUCE_GRAD], "-", "o"),
-    (PALETTE[Op.SEND_F], "--", "s"),
-    (PALETTE[Op.B], "-.", "^"),
-    (PALETTE[Op.SEND_B], (0, (1.2, 1.2)), "D"),
-    (PALETTE[Op.F], (0, (6, 1.5, 1, 1.5, 1, 1.5)), "v"),
-    (PALETTE[Op.W], (0, (8, 2)), "P"),
-    (PALETTE[Op.STEP], (0, (3, 1)), "X"),
-)
-
-
-def paper_style(columns: int = 1, height: float = 2.2) -> dict[str, Any]:
-    """Return settings of matplotlib for figures as wide as columns of a paper.
-
-    Figures that are made under these settings have a print size, text of 7 and 8 points, fonts
-    that publishers take (type 42) in PDF files, and lines that differ in dashes and markers, too.
-
-    Parameters
-    ----------
-    columns
-        1 or 2: `ONE_COLUMN` or `TWO_COLUMNS` wide.
-    height
-        Height of new figures, inches.
-
-    Returns
-    -------
-    dict
-        Values of `matplotlib.rcParams` by name.
-
-    Notes
-    -----
-    ``plt.rcParams.update(paper_style())`` sets them for all that follows, and
-    ``with plt.rc_context(paper_style()):`` for a part.
-
-    Examples
-    --------
-    >>> import matplotlib.pyplot as plt
-    >>> from pipesim import plot
-    >>> with plt.rc_context(plot.paper_style(columns=1, height=2)):
-    ...     fig, ax = plt.subplots()
-    >>> fig.get_size_inches().tolist(), ax.xaxis.label.get_size()
-    ([3.5, 2.0], 8.0)
-    >>> plt.close(fig)
-    """
-    from cycler import cycler
-
-    size = width_of(columns), check_height(height)
-    colours, dashes, markers = zip(*_LINES, strict=True)
-    sizes = {
-        **dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize", "figure.titlesize",
-                         "figure.labelsize"), FONT),
-        **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize",
-                         "legend.title_fontsize"), SMALL),
-        **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width",
-                         "grid.linewidth", "patch.linewidth"), 0.6),
-        **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 2.5),
-        **dict.fromkeys(("xtick.minor.size", "ytick.minor.size"), 1.5),
-        "lines.linewidth": 1.2,
-        "lines.markersize": 4.0,
-    }  # fmt: skip
-    return {
-        "figure.figsize": size,
-        "figure.constrained_layout.use": True,
-        "savefig.dpi": 300.0,
-        "pdf.fonttype": 42,
-        "ps.fonttype": 42,
-        "svg.fonttype": "none",
-        **sizes,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.titlepad": 3.0,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.prop_cycle": cycler(color=colours, linestyle=dashes, marker=markers),
-        "legend.frameon": False,
-        "legend.handlelength": 2.8,
-    }

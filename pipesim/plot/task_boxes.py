@@ -19,16 +19,14 @@ from numpy.typing import NDArray
 from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, SENDS, Op, part_letter
+from pipesim.plot.figure_style import current_style
 from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
-from pipesim.plot.style import (
-    HATCHED,
+from pipesim.plot.palette import (
     INK,
-    LABELS,
-    OUTLINES,
-    PALETTE,
     UNFINISHED,
     chunks,
     n_chunks,
+    outline,
     shades,
     text_colours,
     whiteness,
@@ -42,7 +40,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 BUBBLE, GREY = "#EEEEEE", "#909090"
-HATCH, DASHES = "//////", (0, (3, 2))
+DASHES = (0, (3, 2))
 #: Narrower boxes have no gaps between them, and no hatch (points).
 MIN_WITH_GAP, MIN_WITH_HATCH = 1.5, 3.0
 
@@ -89,7 +87,7 @@ class TaskBoxes:
             # A compute task that takes no time is not drawn.
             np.flatnonzero(started & (end == start) & ~graph.on_compute),
             np.flatnonzero(unfinished),
-            shades(graph.op, chunks(graph.device, graph.stage), tint),
+            shades(graph.op, chunks(graph.device, graph.stage), tint, current_style().palette),
             narrow * points_per_unit(ax)[0],
         )
 
@@ -135,7 +133,8 @@ def draw_boxes(
     for op in Op:
         lasting = boxes.lasting[boxes.graph.op[boxes.lasting] == op]
         if len(lasting) or (boxes.graph.op[others] == op).any():
-            drawn[op] = HATCH if op in HATCHED and boxes.points >= MIN_WITH_HATCH else None
+            hatch = current_style().hatches.get(op) or None
+            drawn[op] = hatch if boxes.points >= MIN_WITH_HATCH else None
         if len(lasting):
             _draw_op(ax, boxes, op, lasting, drawn[op], f"{name}:{op.name}", bool(tint))
     draw_frames(ax, timeline, lanes.y, lanes.height, scale, f"{name}:overlapped")
@@ -156,12 +155,12 @@ def _draw_op(
         collection = PolyCollection(
             boxes.corners(members),
             facecolors=boxes.colours[members],
-            edgecolors=OUTLINES[op] if pale else "white",
+            edgecolors=outline(current_style().palette[op]) if pale else "white",
             linewidths=min(0.5, 0.12 * boxes.points) if gaps else 0.0,
             antialiaseds=gaps,
             hatch=hatch,
             # The outline of a hatched box lies under its neighbours'.
-            zorder=1.9 if op in HATCHED else 2.0,
+            zorder=1.9 if hatch else 2.0,
         )
     _add(ax, collection, gid)
 
@@ -243,8 +242,11 @@ def legend_entries(
     if compared:
         entries["predicted"] = Patch(fc="#E6E6E6", ec=INK, lw=0.7, ls=DASHES)
         entries["measured"] = Patch(fc="#A8A8A8", ec=INK, lw=0.7)
+    style = current_style()
     for op in sorted(drawn):
-        entries[LABELS[op]] = Patch(fc=PALETTE[op], ec="white", lw=0, hatch=drawn[op])
+        entries[style.operations[op]] = Patch(
+            fc=style.palette[op], ec="white", lw=0, hatch=drawn[op]
+        )
     entries |= frame_entry(graph)
     white = whiteness(np.arange(n_chunks(graph)))
     for chunk in (0, len(white) - 1) if len(white) > 1 else ():

@@ -14,9 +14,10 @@ from pipesim.analysis.prediction_interval import ends_text
 from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
+from pipesim.plot.figure_style import current_style
+from pipesim.plot.palette import INK, format_error, n_chunks
 from pipesim.plot.paper_figure import (
     ROW,
-    TWO_COLUMNS,
     add_legend,
     axes_or_new,
     check_drawable,
@@ -25,9 +26,7 @@ from pipesim.plot.paper_figure import (
     set_device_rows,
     set_title,
     titles_fit,
-    width_of,
 )
-from pipesim.plot.style import INK, format_error, n_chunks
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.checks import checked
 from pipesim.utils.texts import format_time, time_unit
@@ -180,7 +179,7 @@ def timeline(
 def panels(
     timelines: Mapping[str, Timeline],
     *,
-    columns: int = 2,
+    columns: int | None = None,
     transfers: bool = False,
     dependencies: bool = False,
     numbers: bool = True,
@@ -193,7 +192,7 @@ def panels(
     timelines
         Timelines by title, the first on top.
     columns
-        Width of the figure in columns of a paper, 1 or 2.
+        Width of the figure in columns, 1 or 2; by default that of the style, or else 2.
     transfers, dependencies, numbers, unit
         As for `timeline`.
 
@@ -218,7 +217,7 @@ def panels(
             f"panels takes a mapping of titles to at least one timeline, got {timelines!r}"
         )
     items = [check_drawable(item, Timeline) for item in timelines.values()]
-    width = width_of(columns)
+    width = current_style().width(columns)
     end = max(map(end_of_axis, items))
     sign, scale = time_unit(end, unit)
     from pipesim.utils.packages import pyplot as plt
@@ -353,7 +352,7 @@ def comparison(
 def overlay(
     comparisons: Mapping[str, Comparison],
     *,
-    width: float = TWO_COLUMNS,
+    width: float | None = None,
     transfers: bool = False,
     numbers: bool = True,
     unit: str | None = None,
@@ -365,7 +364,7 @@ def overlay(
     comparisons
         Comparisons by title, the first on top.
     width
-        Width of the figure (inches).
+        Width of the figure (inches); by default two columns.
     transfers, numbers, unit
         As for `timeline`.
 
@@ -382,6 +381,7 @@ def overlay(
             f"overlay takes a mapping of titles to at least one comparison, got {comparisons!r}"
         )
     items = [check_drawable(item, Comparison) for item in comparisons.values()]
+    width = current_style().width(None) if width is None else width
     if (number(width) or 0.0) <= 0:
         raise ArgumentError(f"width must be inches > 0, got {width!r}")
     graphs = [item.predicted.graph for item in items]

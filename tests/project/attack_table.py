@@ -431,6 +431,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.plot.memory": lambda _: {"timeline": timeline()},
     "ps.plot.paper_style": lambda _: {},
     "ps.plot.schedule_html": lambda _: {"schedule": schedule()},
+    "ps.plot.style": lambda _: {},
     "ps.plot.timeline": lambda _: {"timeline": timeline()},
     "ps.plot.timeline_html": lambda _: {"timeline": timeline()},
     "ps.plot.to_html": lambda to: {"path": to / "page.html", "items": timeline()},

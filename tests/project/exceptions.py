@@ -59,6 +59,7 @@ UNATTACKED: dict[str, str] = {
     "ps.models.Kernel": "a named tuple; GPU.kernel_seconds checks it",
     **{f"ps.plot.{name}": _DRAWN for name in (
         "accuracy", "overlay", "panels", "plan_front", "save")},
+    "ps.plot.Style": "plot.style makes it",
     "ps.trace.lanes": _INSIDE,
     "ps.trace.names": _INSIDE,
     "ps.trace.nanoseconds": _INSIDE,

@@ -27,6 +27,7 @@ from pipesim.ops import (
     Op,
 )
 from pipesim.plot.charts import LOOKS
+from pipesim.plot.figure_style import current_style
 from pipesim.plot.page.columns import ColumnWriter, Spec, graph_columns
 from pipesim.plot.page.timeline_columns import (
     SimulationInputs,
@@ -34,7 +35,7 @@ from pipesim.plot.page.timeline_columns import (
     timeline_columns,
     unit_costs,
 )
-from pipesim.plot.style import HATCHED, LABELS, OUTLINES, PALETTE
+from pipesim.plot.palette import outline
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 
@@ -80,7 +81,7 @@ def packed_document(title: str, layout: str, panels: Sequence[Panel]) -> bytes:
         "causes": [
             {
                 "label": str(cause),
-                "colour": PALETTE[LOOKS[cause][0]],
+                "colour": current_style().palette[LOOKS[cause][0]],
                 "hatch": bool(LOOKS[cause][1]),
             }
             for cause in Cause
@@ -95,13 +96,14 @@ def _ops() -> list[Spec]:
     roles |= (
         dict.fromkeys(COPIES, "copy") | dict.fromkeys(SENDS, "send") | dict.fromkeys(RECVS, "recv")
     )
+    style = current_style()
     return [
         {
             "name": op.name,
-            "label": LABELS[op],
-            "colour": PALETTE[op],
-            "outline": OUTLINES[op],
-            "hatched": op in HATCHED,
+            "label": style.operations[op],
+            "colour": style.palette[op],
+            "outline": outline(style.palette[op]),
+            "hatched": bool(style.hatches.get(op)),
             "role": roles[op],
             "parts": list(PART_NAMES.get(op, ())),
             "layer_parts": list(EXPERT_EXCHANGES) if op == Op.ALL_TO_ALL else [],

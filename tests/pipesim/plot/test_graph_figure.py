@@ -19,7 +19,7 @@ import pipesim as ps
 from pipesim import plot
 from pipesim.errors import ArgumentError, LegibilityWarning, UnknownNameError
 from pipesim.ops import COMPUTE, Op
-from pipesim.plot import style
+from pipesim.plot import palette as style
 from pipesim.plot.dependency_plot import CODES
 from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
 

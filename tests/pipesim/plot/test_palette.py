@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipesim.ops import Op
-from pipesim.plot import style
+from pipesim.plot import palette as style
 from pipesim.plot.task_boxes import BUBBLE, GREY
 
 Floats = NDArray[np.float64]

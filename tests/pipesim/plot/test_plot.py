@@ -29,7 +29,7 @@ import pipesim as ps
 from pipesim import plot
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.ops import SENDS, TRANSFERS, Op
-from pipesim.plot import style
+from pipesim.plot import palette as style
 from pipesim.utils.texts import format_bytes, format_time
 
 # The palette and the units.

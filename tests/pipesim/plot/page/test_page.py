@@ -17,7 +17,7 @@ from PIL import Image
 from timeline_page import TimelinePage, open_timeline
 
 import pipesim as ps
-from pipesim.plot.style import PALETTE
+from pipesim.plot.palette import PALETTE
 from pipesim.simulation import LogNormal
 
 COSTS = ps.Costs(

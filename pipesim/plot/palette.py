@@ -1,9 +1,9 @@
-"""Look of tasks in figures and tables: the palette, shades of chunks."""
+"""Colours, hatches and names of operations in figures and tables, and shades of chunks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,16 @@ from pipesim.ops import Op
 
 Floats = NDArray[np.float64]
 
-#: One colour an operation: Okabe and Ito's, and two of Tol's; colour-blind readers can tell all
-#: apart.
-#: F and B, which take the most area, also differ in lightness, as do SEND and RECV.
+#: One colour an operation: near Okabe and Ito's, and two of Tol's; colour-blind readers can tell
+#: all apart.
+#: F, B, I, W and the bubble also differ in print without colour: any two have a contrast of 1.3 or
+#: more. So do SEND and RECV.
 #: STEP is brown, not grey: legends have greys for chunks.
 PALETTE: Mapping[Op, str] = {
     Op.F: "#74B9E7",
-    Op.B: "#2A9D78",
-    Op.I: "#F0D949",
-    Op.W: "#CC79A7",
+    Op.B: "#249069",
+    Op.I: "#E6CE3C",
+    Op.W: "#CF80AD",
     Op.R: "#C3DFF3",
     Op.SEND_F: "#E69F00",
     Op.RECV_F: "#F6D48B",
@@ -51,10 +52,46 @@ DEVICES = (
     "#99DDFF",
     "#AAAA00",
 )
-#: Operations drawn with a hatch. R is the same work as F, done again.
-HATCHED = frozenset({Op.R})
-#: Outlines of pale boxes.
-OUTLINES: Mapping[Op, str] = {**PALETTE, Op.R: "#9CCBEC"}
+#: Hatch of operations that have one. R is the same work as F, done again.
+HATCHES: Mapping[Op, str] = {Op.R: "//////"}
+#: Greys of operations, for print without colour, and hatches of those that share a grey with
+#: others, or nearly so.
+GREYS: Mapping[Op, str] = {
+    Op.F: "#C6C6C6",
+    Op.B: "#7E7E7E",
+    Op.I: "#ABABAB",
+    Op.W: "#6A6A6A",
+    Op.R: "#C6C6C6",
+    Op.SEND_F: "#9A9A9A",
+    Op.RECV_F: "#CDCDCD",
+    Op.SEND_B: "#555555",
+    Op.RECV_B: "#8C8C8C",
+    Op.REDUCE_GRAD: "#3A3A3A",
+    Op.ALL_TO_ALL: "#4A4A4A",
+    Op.STEP: "#262626",
+    Op.UNSHARD: "#747474",
+    Op.DISPATCH: "#8F8F8F",
+    Op.REORDER: "#BBBBBB",
+    Op.REDUCE_TIED: "#5E5E5E",
+    Op.GRAD_NORM: "#474747",
+    Op.RESHARD: "#B4B4B4",
+    Op.OFFLOAD: "#656565",
+    Op.RELOAD: "#A3A3A3",
+}
+GREY_HATCHES: Mapping[Op, str] = {
+    Op.R: "//////",
+    Op.I: "\\\\\\\\\\",
+    Op.W: "......",
+    Op.ALL_TO_ALL: "xxxxxx",
+    Op.UNSHARD: "++++++",
+    Op.RESHARD: "++++++",
+    Op.OFFLOAD: "------",
+    Op.RELOAD: "------",
+    Op.DISPATCH: "||||||",
+    Op.REORDER: "||||||",
+    Op.REDUCE_TIED: "oooo",
+    Op.GRAD_NORM: "****",
+}
 #: Name of each operation in legends.
 LABELS: Mapping[Op, str] = {
     Op.F: "forward",
@@ -82,9 +119,17 @@ LABELS: Mapping[Op, str] = {
 INK, UNFINISHED = "#1C1C1C", "#B22222"
 
 
-def _rgb(colour: str) -> list[float]:
-    """Return red, green, blue (0..1) of a colour such as ``#74B9E7``."""
-    return [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+def rgb(colours: Iterable[str]) -> Floats:
+    """Return red, green, blue (0..1) of colours such as ``#74B9E7``, a row each."""
+    rows = [[int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)] for colour in colours]
+    return np.array(rows, np.float64)
+
+
+def luminance(colours: Floats) -> Floats:
+    """Return the relative luminance of colours (red, green, blue, 0..1), as WCAG 2.1 defines it."""
+    linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+    values: Floats = linear @ np.array([0.2126, 0.7152, 0.0722])
+    return values
 
 
 def chunks(device: NDArray[Any], stage: NDArray[Any]) -> NDArray[np.int64]:
@@ -105,14 +150,24 @@ def whiteness(chunk: NDArray[Any]) -> Floats:
     return chunk.astype(np.float64) * step
 
 
-def shades(op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0) -> Floats:
+def outline(colour: str) -> str:
+    """Return the colour of the outline of a box: a pale box has a darker one."""
+    values = rgb([colour])[0]
+    red, green, blue = np.round(255 * values * (0.82 if luminance(values) > 0.65 else 1)).tolist()
+    return f"#{int(red):02X}{int(green):02X}{int(blue):02X}"
+
+
+def shades(
+    op: NDArray[Any],
+    chunk: NDArray[Any],
+    tint: float = 0.0,
+    palette: Mapping[Op, str] = PALETTE,
+) -> Floats:
     """Return red, green, blue (0..1) of each task, of its operation and its chunk (see `chunks`).
 
     ``tint`` is the share of white to mix in besides, 0..1.
     """
-    table = np.zeros((len(Op), 3))
-    for operation, colour in PALETTE.items():
-        table[operation] = _rgb(colour)
+    table = rgb(palette[operation] for operation in Op)
     strength = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
     colours: Floats = 1 - strength * (1 - table[op])
     return colours
@@ -120,15 +175,13 @@ def shades(op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0) -> Floats:
 
 def device_colours(n_devices: int) -> Floats:
     """Return red, green, blue (0..1) of each device; eight colours repeat."""
-    colours: Floats = np.array([_rgb(DEVICES[k % len(DEVICES)]) for k in range(n_devices)])
+    colours: Floats = rgb(DEVICES[k % len(DEVICES)] for k in range(n_devices))
     return colours
 
 
 def text_colours(colours: Floats) -> list[str]:
     """Return dark or white text for each background, whichever has more contrast."""
-    linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
-    luminance = linear @ np.array([0.2126, 0.7152, 0.0722])
-    return [INK if value > 0.18 else "#FFFFFF" for value in luminance]
+    return [INK if value > 0.18 else "#FFFFFF" for value in luminance(colours)]
 
 
 def format_error(share: float) -> str:
