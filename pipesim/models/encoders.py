@@ -167,8 +167,12 @@ class ChainCosts:
         work = shard_workload([(main,)], gpu, None, network)
         self._work: Workload = replace(work, flops=flops)
 
-    def balanced(self, n_stages: int) -> tuple[int, ...]:
-        """Return the layers of each stage whose slowest stage takes as little time as possible."""
+    def balanced(self, n_stages: int, n_encoder_stages: int = 0) -> tuple[int, ...]:
+        """Return the layers of each stage whose slowest stage takes as little time as possible.
+
+        With ``n_encoder_stages``, encoders have these first stages, and the language model the
+        others. Each then needs a layer a stage.
+        """
         items: list[float] = []
         for module in self._modules:
             own = list(module.seconds.layers)
@@ -176,8 +180,10 @@ class ChainCosts:
             own[0] += embedding
             own[-1] += head * (module is not self._modules[-1])
             items += own
-        *sizes, last = balanced_split([*items, head], n_stages)  # the head may be alone
-        return (*sizes, last - 1)
+        n = len(items) - self._shards[-1].model.n_layers if n_encoder_stages else 0
+        first = balanced_split(items[:n], n_encoder_stages) if n_encoder_stages else []
+        *sizes, last = balanced_split([*items[n:], head], n_stages - n_encoder_stages)
+        return (*first, *sizes, last - 1)  # the head may be alone
 
     def __call__(self, sizes: Sequence[int]) -> Costs:
         """Return the costs of stages with these many layers of the chain."""

@@ -14,11 +14,13 @@ from pipesim.named_schedules import controllable_memory
 from pipesim.named_schedules import dualpipe
 from pipesim.named_schedules import chimera
 from pipesim.named_schedules import hanayo
+from pipesim.named_schedules import encoders
 
 __all__ = [
     "chimera",
     "controllable_memory",
     "dualpipe",
+    "encoders",
     "gpipe",
     "hanayo",
     "interleaved",

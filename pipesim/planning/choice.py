@@ -23,6 +23,8 @@ from pipesim.scheduling.registry import ScheduleInfo, schedule_info
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints, bincount
 
+#: Schedules whose devices have a stage of the encoders and one of the language model each.
+ENCODER_SCHEDULES = ("encoder_first", "encoder_nested")
 #: Outcome of a configuration.
 Status = Literal["simulated", "cannot win", "does not fit", "invalid"]
 

@@ -112,7 +112,8 @@ def plan(
         A `Transformer`; or measured `Layers`, whose micro-batch has ``microbatch_size`` sequences
         (1 by default); or a list of several modules: a `pipesim.Encoder` for each encoder, and last
         the transformer that takes their outputs. Their layers are one chain, so that encoders are
-        on devices of their own or share them with layers of the transformer, as the split says.
+        on devices of their own or share them with layers of the transformer, as the split says; in
+        ``"encoder_first"`` and ``"encoder_nested"`` each device has layers of both.
     cluster
         GPUs, nodes, network and memory.
     global_batch
@@ -131,7 +132,8 @@ def plan(
         Sequences of a micro-batch; by default divisors of the batch of a replica up to 16.
     schedules
         Names of schedules; by default 1F1B, interleaved and zero-bubble ones, and those in V shape;
-        for slices of sequences ``"seq1f1b"`` and ``"slimpipe"``.
+        for slices of sequences ``"seq1f1b"`` and ``"slimpipe"``; with encoders also
+        ``"encoder_first"`` and ``"encoder_nested"``.
     n_chunks
         Stages of each device, for schedules with chunks, and for one device with shared parameters.
     recompute
@@ -382,10 +384,9 @@ def _notes(problem: PlanProblem, n_bands: int) -> tuple[str, ...]:
     if isinstance(problem.model, Layers):
         return ()
     if problem.encoders:
-        n = sum(encoder.model.n_layers for encoder in problem.encoders)
         return (
-            f"The first {n} of {problem.n_layers} layers are those of encoders. All modules train, "
-            "with the same micro-batches and recompute.",
+            f"The first {problem.n_encoder_layers} of {problem.n_layers} layers are those of "
+            "encoders. All modules train, with the same micro-batches and recompute.",
             "No published steps of models with encoders say how far predictions are off.",
         )
     steps = _known_steps(problem)

@@ -23,6 +23,7 @@ from pipesim.models.parallel import SEARCHED
 from pipesim.models.placed_split import LayerModel, split_problem
 from pipesim.ops import Op
 from pipesim.planning.choice import (
+    ENCODER_SCHEDULES,
     Evaluation,
     Floats,
     PlanChoice,
@@ -194,11 +195,17 @@ class Evaluator:
 
     @kept(*_LAYERS, *_PLACE)
     def _split(self, choice: PlanChoice, gpus: tuple[int, ...]) -> tuple[int, ...] | None:
-        if self.problem.encoders and not self.problem.is_even:
+        problem, p = self.problem, choice.pipeline_parallel
+        shares_devices = choice.schedule in ENCODER_SCHEDULES
+        if problem.encoders and not problem.is_even:
             chain = self._shard_costs(choice, 0)
             assert isinstance(chain, ChainCosts)  # for mypy
-            return chain.balanced(choice.n_stages)
-        return stages_of(self.problem, choice, lambda: [self._parts(choice, gpu) for gpu in gpus])
+            return chain.balanced(choice.n_stages, p if shares_devices else 0)
+        if shares_devices:
+            counts = problem.n_encoder_layers, problem.n_layers - problem.n_encoder_layers
+            even = tuple(n // p for n in counts for _ in range(p))
+            return even if sum(even) == problem.n_layers else None
+        return stages_of(problem, choice, lambda: [self._parts(choice, gpu) for gpu in gpus])
 
     @kept(*_LAYERS)
     def _parts(self, choice: PlanChoice, gpu: int) -> DeviceSeconds:

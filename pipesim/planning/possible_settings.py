@@ -11,7 +11,12 @@ from inspect import signature
 from pipesim.errors import PipeError
 from pipesim.models.layers import Layers
 from pipesim.models.transformer import Transformer
-from pipesim.planning.choice import PlanChoice, choice_facts, hides_exchanges
+from pipesim.planning.choice import (
+    ENCODER_SCHEDULES,
+    PlanChoice,
+    choice_facts,
+    hides_exchanges,
+)
 from pipesim.planning.problem import PlanProblem, kept
 from pipesim.scheduling.registry import schedule_info
 
@@ -49,6 +54,18 @@ def setting_reason(problem: PlanProblem, choice: PlanChoice) -> str:
             f"sequence_parallel=True: tensor_parallel={tp} does not divide "
             f"sequence_length={model.sequence_length}"
         )
+    if choice.schedule in ENCODER_SCHEDULES:
+        n, pp = problem.n_encoder_layers, choice.pipeline_parallel
+        if not n:
+            return (
+                f"{choice.schedule} is for encoders on the devices of a language model; give "
+                "model=[pipesim.Encoder(...), model]"
+            )
+        if pp > min(n, problem.n_layers - n + 1):
+            return (
+                f"{choice.schedule} has layers of both on each of {pp} devices; encoders have {n}, "
+                f"and the language model has {problem.n_layers - n}"
+            )
     n_tasks = 2 * choice.n_stages * choice.n_scheduled
     if n_tasks > _MOST_TASKS:
         what = "micro-batches" if choice.n_slices == 1 else "slices"

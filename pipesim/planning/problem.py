@@ -75,7 +75,12 @@ class PlanProblem:
         """Number of layers, those of encoders included."""
         if isinstance(self.model, Layers):
             return len(self.model)
-        return self.model.n_layers + sum(x.model.n_layers for x in self.encoders)
+        return self.model.n_layers + self.n_encoder_layers
+
+    @property
+    def n_encoder_layers(self) -> int:
+        """Number of layers of all encoders."""
+        return sum(x.model.n_layers for x in self.encoders)
 
     @property
     def step_tokens(self) -> float:

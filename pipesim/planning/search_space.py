@@ -19,6 +19,7 @@ from pipesim.models.transformer import Transformer
 from pipesim.named_schedules.patterns import Merged, checked_merged
 from pipesim.planning import possible_settings
 from pipesim.planning.choice import (
+    ENCODER_SCHEDULES,
     Evaluation,
     PlanChoice,
     invalid,
@@ -364,8 +365,9 @@ class Listing:
     def _names(self, pp: int, counts: Sequence[int]) -> Sequence[str]:
         """Return the schedules; without stages to order, 1F1B alone, and Seq1F1B of slices."""
         whole = possible_settings.SCHEDULES if 1 in counts else ()
+        of_encoders = ENCODER_SCHEDULES if whole and self.problem.encoders else ()
         sliced = possible_settings.SLICED if max(counts) > 1 else ()
-        names = self.space.schedules or (*whole, *sliced)
+        names = self.space.schedules or (*whole, *of_encoders, *sliced)
         if pp > 1:
             return names
         for single in ("1f1b", "seq1f1b"):

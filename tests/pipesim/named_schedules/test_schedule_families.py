@@ -138,6 +138,14 @@ DRAWN = {
         0 | 0F0 ..  2F0 0F1 ..  2I0 2W0 2F1 0I0 0W0 ..  2I1 2W1 0I1 0W1
         1 | ..  1F0 ..  3F0 3I0 3W0 1F1 1I0 1W0 3F1 3I1 3W1 1I1 1W1 ..
     """,
+    "encoder_first(2, 2)": """
+        0 | 0F0 0F1 2F0 2F1 ..  ..  2B0 2B0 ..  2B1 2B1 0B0 0B0 0B1 0B1
+        1 | ..  1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1B0 1B0 1B1 1B1 ..  ..
+    """,
+    "encoder_nested(2, 3)": """
+        0 | 0F0 0F1 2F0 0F2 2F1 ..  2B0 2B0 2F2 ..  2B1 2B1 0B0 0B0 ..  2B2 2B2 0B1 0B1 0B2 0B2
+        1 | ..  1F0 1F1 3F0 3B0 3B0 1F2 3F1 3B1 3B1 1B0 1B0 3F2 3B2 3B2 1B1 1B1 1B2 1B2 ..  ..
+    """,
     "zb_h1(2, 2)": """
         0 | F0 F1 .. I0 W0 I1 W1
         1 | .. F0 I0 F1 I1 W0 W1
@@ -202,6 +210,19 @@ def test_eager_1f1b_hides_latency(p: int, m: int, f: int, b: int) -> None:
     network = ps.Network(latency=min(f, b))
     eager = simulated(ps.schedule("eager_1f1b", p, m), forward=f, backward=b, network=network)
     assert eager.makespan == (m + p - 1) * (f + b) + 2 * (p - 1) * min(f, b)
+
+
+@pytest.mark.parametrize("name", ["encoder_first", "encoder_nested"])
+@given(p=st.integers(1, 5), more=st.integers(0, 12), seconds=st.tuples(*[whole_seconds] * 4))
+def test_encoders_cost_the_bubble_of_the_slower_module(
+    name: str, p: int, more: int, seconds: tuple[int, ...]
+) -> None:
+    """F and B of an encoder and of a language model, of any length."""
+    m, (own_f, own_b, f, b) = p + more, seconds
+    costs = {"forward": [own_f] * p + [f] * p, "backward": [own_b] * p + [b] * p}
+    costs |= {"input_grad": None, "weight_grad": None}
+    step = simulated(ps.schedule(name, p, m), **costs).makespan
+    assert step == m * sum(seconds) + (p - 1) * (max(own_f, f) + max(own_b, b))
 
 
 TABLE_5 = published("zb_table5_bubble_rates")

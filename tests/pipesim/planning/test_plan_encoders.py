@@ -130,6 +130,26 @@ def test_steps_are_those_of_a_simulation_and_bounds_hold() -> None:
     assert subject.best.costs.work.flops == pytest.approx(flops / 16)
 
 
+def test_an_encoder_shares_all_devices_with_the_model() -> None:
+    """Each device has layers of both; nested encoders hold fewer activations at any batch."""
+    settings = {"tensor_parallel": 1, "pipeline_parallel": 4, "shard_optimizer": True}
+    names = ("encoder_first", "encoder_nested")
+    subject = plans(**settings, schedules=names, global_batch=64, split="balanced")
+    first, nested = (
+        next(row for row in subject.evaluations if row.choice.schedule == x) for x in names
+    )
+    for row in (first, nested):
+        assert sum(row.choice.layers_per_stage[:4]) == VIT.n_layers
+        assert row.bound <= row.step == subject.plan(row.choice).timeline.makespan
+    costs = subject.plan(nested.choice).costs
+    saved = (32 - 10) * costs.activation_bytes[0]  # type: ignore[index]  # of 4 stages: 3 * 4 - 2
+    assert first.memory - nested.memory == pytest.approx(saved)
+    even = plans(**settings, schedules=names[1], split="even").best
+    assert even.choice.layers_per_stage == (1, 1, 1, 1, 3, 3, 3, 3)
+    tried = plans(**settings, schedules=None, split="balanced").evaluations
+    assert {*names} < {row.choice.schedule for row in tried}
+
+
 def test_an_explanation_knows_collectives_and_recompute_of_encoders() -> None:
     """Parts of the step sum to it; encoders whose layers are shared have collectives."""
     subject = plans(recompute="full", tensor_parallel=2, pipeline_parallel=2)
@@ -174,6 +194,12 @@ def test_an_encoder_sees_all_of_its_sequence() -> None:
             [ps.Encoder(VIT, tensor_parallel=3), LLM],
             {"tensor_parallel": 2},
             "the 2 GPUs of a device",
+        ),
+        (LLM, {"schedules": "encoder_nested"}, r"give model=\[pipesim.Encoder"),
+        (
+            [ENCODER, LLM],
+            {"schedules": "encoder_first", "pipeline_parallel": 8},
+            "encoders have 4, and the language model has 12",
         ),
         ([ENCODER, ps.Layers({"forward": [1], "backward": [1]})], {}, "planned before"),
     ],
