@@ -10,7 +10,7 @@ PYTHON312 ?= python3.12
 REHEARSAL := .venv-rehearsal
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/gpu.py,$(sort $(wildcard benchmarks/*.py)))  # make gpu runs that one
 
-# Four tests at a time on two cores, as many of them wait; those that measure time run alone. One
+# Three tests at a time on two cores, as some of them wait; those that measure time run alone. One
 # thread of OpenMP each: threads of several processes would spin on the same cores.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
 
@@ -36,7 +36,7 @@ check: $(STAMP)  ## lint and the quick tests, at the same time
 
 test: $(STAMP)  ## lint, then every test (docstring examples and notebooks included)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint $(BYTECODE)
-	$(TESTS) -n 4 --durations=30
+	$(TESTS) -n 3 --durations=30
 
 quick: $(STAMP)  # beside mypy, which has one thread
 	$(TESTS) -n 2 -m 'not slow and not measures_time'
@@ -109,7 +109,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
-# In a new environment, each of the four workers would compile torch and rewrite the assertions of all tests.
+# In a new environment, each of the three workers would compile torch and rewrite the assertions of all tests.
 $(BYTECODE): $(STAMP)
 	-$(BIN)/python -m pytest --collect-only -q > /dev/null
 	touch $@

@@ -230,8 +230,8 @@ def outcome(
 def attacks(
     parameter: inspect.Parameter, index: int, *, seldom: bool
 ) -> dict[str, Callable[[], object]]:
-    """Return the values to attack a parameter with: by default every third, from its index on."""
+    """Return the values to attack a parameter with: by default every sixth, from its index on."""
     names = list(SELDOM if seldom else VALUES)
     if not EVERY_CASE:
-        names = names[index % 3 :: 3]
+        names = names[index % 6 :: 6]
     return {name: VALUES[name] for name in names}

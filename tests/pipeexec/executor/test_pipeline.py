@@ -251,7 +251,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "recompute", "name"), covering(product(SCHEDULES, RECOMPUTE, CASES), 2)
+    ("schedule", "recompute", "name"), covering(product(SCHEDULES, RECOMPUTE, CASES))
 )
 def test_parity_whatever_the_stages_do(name: str, schedule: str, recompute: str) -> None:
     """The user's batch stays as it was, too."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from case_choice import covering
 from hypothesis import given
 from parity import check, everywhere, lowered, scheduled
 from small_pipelines import (
@@ -86,8 +88,9 @@ def test_any_verified_graph_runs(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("name", NAMES_WITHOUT_SLICES)
+@pytest.mark.parametrize(
+    ("name", "recompute"), covering(product(NAMES_WITHOUT_SLICES, ["never", "always"]))
+)
 def test_parity_of_every_named_schedule(name: str, recompute: str) -> None:
     """Loss and gradients are the unsplit model's to the last bit.
 

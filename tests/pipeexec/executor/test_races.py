@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_choice import covering
 from fake_cuda import FakeEvent, FakeGpu, FakeStream
 from gpipe_models import Pop, Stash
 from sanitizing import check, pipeline_on_slices, sanitized
@@ -98,8 +99,7 @@ def test_lowered_otherwise(monkeypatch: pytest.MonkeyPatch, options: dict[str, A
 
 @pytest.mark.parametrize(
     ("mode", "n_devices", "overlap"),
-    [(mode, n, True) for mode in ("last", "every", 2, "bucketed") for n in (1, 2)]
-    + [("every", 2, False), ("bucketed", 1, False)],
+    covering(itertools.product(("last", "every", 2, "bucketed"), (1, 2), (True, False))),
 )
 def test_replicas(
     monkeypatch: pytest.MonkeyPatch, mode: Any, n_devices: int, overlap: bool
@@ -216,19 +216,8 @@ def train(model: px.GPipe, *, input_grad: bool = True, n: int = 2) -> None:
 
 @pytest.mark.parametrize(
     ("checkpoint", "portals", "dependencies", "copy_streams"),
-    [
-        ("always", True, True, True),
-        ("always", True, False, False),
-        ("always", False, True, False),
-        ("always", False, False, True),
-        ("except_last", True, True, True),
-        ("except_last", True, False, True),
-        ("except_last", False, True, True),
-        ("except_last", False, False, False),
-        ("never", True, True, False),
-        ("never", False, False, True),
-    ],
-)  # every pair of values
+    covering(itertools.product(("always", "except_last", "never"), *[(True, False)] * 3)),
+)
 def test_gpipe(
     monkeypatch: pytest.MonkeyPatch,
     copy_streams: bool,
@@ -328,7 +317,7 @@ def _of_replicas() -> None:
 
 @pytest.mark.parametrize(
     ("mistake", "subject", "kind"),
-    [
+    covering([
         (_every_third_wait, _of_a_pipeline, "races"),
         (_every_third_wait, _of_gpipe, "races"),
         (_every_third_wait, _of_replicas, "races"),
@@ -342,8 +331,8 @@ def _of_replicas() -> None:
         (_nothing_is_adopted, _of_a_pipeline, "freed"),
         (_nothing_is_adopted, _of_gpipe, "freed"),
         (_nothing_is_adopted, _of_replicas, "freed"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_the_checks_see(
     monkeypatch: pytest.MonkeyPatch,
     mistake: Callable[[pytest.MonkeyPatch], None],

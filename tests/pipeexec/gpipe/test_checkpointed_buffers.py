@@ -47,7 +47,7 @@ def check_same(model: nn.Module, same: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("name", "checkpoint", "chunks"),
-    covering(product(BUFFER_LAYERS, ["always", "except_last", "never"], [1, 4]), 2),
+    covering(product(BUFFER_LAYERS, ["always", "except_last", "never"], [1, 4])),
 )
 def test_equal_to_the_module_itself(name: str, checkpoint: str, chunks: int) -> None:
     model, same = models(nn.Sequential(*stateful_stages(name)), chunks, checkpoint)

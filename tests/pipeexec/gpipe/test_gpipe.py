@@ -39,9 +39,9 @@ pytestmark = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("checkpoint", "requires_grad"), [*((mode, True) for mode in MODES), ("except_last", False)]
+    ("name", "balance", "checkpoint", "requires_grad"),
+    covering((*case, mode, grad) for case in CASES for mode in MODES for grad in (True, False)),
 )
-@pytest.mark.parametrize(("name", "balance"), CASES)
 def test_outputs_and_gradients_are_those_of_the_module(
     name: str, balance: list[int], checkpoint: Any, requires_grad: bool
 ) -> None:
@@ -60,8 +60,8 @@ def test_outputs_and_gradients_are_those_of_the_module(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "balance", "switch"),
-    covering(((*case, switch) for case in CASES
-              for switch in ("dependencies", "copy_streams", "portals")), 2),
+    covering((*case, switch) for case in CASES
+             for switch in ("dependencies", "copy_streams", "portals")),
 )  # fmt: skip
 def test_mechanisms_change_nothing_but_time(name: str, balance: list[int], switch: str) -> None:
     plain = sequential(name)
@@ -288,7 +288,7 @@ def test_short_forwards_run_in_the_thread_of_the_caller() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "balance", "checkpoint"),
-    covering(((*case, mode) for case in CASES for mode in MODES), 2),
+    covering((*case, mode) for case in CASES for mode in MODES),
 )
 def test_it_is_the_same_in_the_thread_of_the_caller(
     name: str, balance: list[int], checkpoint: Any

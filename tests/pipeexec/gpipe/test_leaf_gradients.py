@@ -83,15 +83,12 @@ def _check(gradients: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) 
 @pytest.mark.parametrize(
     ("name", "balance", "checkpoint", "dependencies", "threads"),
     covering(
-        (
-            (*case, checkpoint, dependencies, threads)
-            for case in CASES
-            if case[0] != "no parameters"
-            for checkpoint in MODES
-            for dependencies in (True, False)
-            for threads in (True, False)
-        ),
-        2,
+        (*case, checkpoint, dependencies, threads)
+        for case in CASES
+        if case[0] != "no parameters"
+        for checkpoint in MODES
+        for dependencies in (True, False)
+        for threads in (True, False)
     ),
 )
 def test_gradients_are_those_of_the_module(

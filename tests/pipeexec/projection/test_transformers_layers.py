@@ -15,7 +15,7 @@ from pipeexec.projection.layer_seconds import square_sum
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
 @pytest.mark.parametrize(
-    "name", ["gpt2", "t5", "albert", "vit", "resnet"] if EVERY_CASE else ["t5", "albert", "resnet"]
+    "name", ["gpt2", "t5", "albert", "vit", "resnet"] if EVERY_CASE else ["t5", "resnet"]
 )
 def test_layers_of_transformers(name):
     """Bytes are those of a pipeline of two stages, within 1 % for what runs between blocks."""

@@ -21,7 +21,7 @@ from tricky_models import CASES, Blocks, Case, floats
 import pipeexec as px
 from pipesim.errors import ArgumentError
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8"))
 PLAIN = Case("plain: Blocks", Blocks, floats)
 
 

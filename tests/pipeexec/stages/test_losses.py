@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from case_choice import covering
 from ranks import Ranks
 from small_pipelines import train_whole
 from torch import Tensor, nn
@@ -111,8 +112,10 @@ GRAPHS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("schedule", "n_microbatches", "options"), GRAPHS)
+@pytest.mark.parametrize(
+    ("schedule", "n_microbatches", "options", "name"),
+    covering((*graph, name) for graph in GRAPHS for name in LOSSES),
+)
 def test_steps_are_those_of_the_whole_batch(
     schedule: str, n_microbatches: int, options: dict[str, Any], name: str
 ) -> None:

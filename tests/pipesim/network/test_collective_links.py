@@ -31,7 +31,7 @@ from pipesim.simulation import LogNormal
 from pipesim.simulation.engines import compiled as engine
 from pipesim.simulation.engines import simpy_engine
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))
 ENGINES = ("compiled", "simpy")
 #: Nodes of four devices behind one NIC each way: device 0 to 3, 4 to 7, and so on.
 NICS = ps.Network(nodes=ps.Nodes(4, nic_bandwidth=1, n_nics=1))

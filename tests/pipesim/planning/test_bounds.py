@@ -17,7 +17,7 @@ from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
 from pipesim.scheduling.registry import schedule_info
 from pipesim.timeline.memory import reserved_memory
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "6"))
 #: Arguments of `pipesim.lower` by what replicas share.
 SHARED: dict[str, dict[str, Any]] = {
     "nothing": {},

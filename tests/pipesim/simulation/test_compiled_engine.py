@@ -33,7 +33,7 @@ from pipesim.simulation.engines import simpy_engine
 from pipesim.simulation.engines.plan import make_plan, shared_links
 
 #: Graphs of each of the three largest comparisons.
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 ENGINES = ("compiled", "simpy")
 
 

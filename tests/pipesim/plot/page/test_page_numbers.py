@@ -22,7 +22,7 @@ from pipesim.analysis.idle_gaps import find_gaps
 from pipesim.plot.page.save import packed_page
 from pipesim.plot.page.timeline_columns import simulation_inputs
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "6"))
 
 READ = """
 import { readBlock } from "./data/document.js";
