@@ -255,9 +255,14 @@ def _check_runnable(schedule: Schedule) -> None:
     where = f"schedule {schedule.name!r}"
     if schedule.placement.n_paths > 1:
         raise ArgumentError(
-            f"{where} has {schedule.placement.n_paths} copies of each stage on different devices; "
-            "in torch a stage is on one rank: take a schedule of one path, such as 'dualpipev' for "
-            "'dualpipe'"
+            f"{where} has {schedule.placement.n_paths} paths, with copies of stages on different "
+            "devices; in torch a stage is on one rank: take a schedule of one path, such as "
+            "'dualpipev' for 'dualpipe'"
+        )
+    if schedule.placement.edges:
+        raise ArgumentError(
+            f"{where} has stages with the edges {list(schedule.placement.edges)}; torch's runtime "
+            "sends each output to the next stage: take a schedule of a chain"
         )
     if schedule.n_batches > 1 or schedule.weight_versions != "one":
         raise ArgumentError(

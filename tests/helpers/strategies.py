@@ -84,8 +84,8 @@ def named_schedules(max_microbatches: int = 6) -> st.SearchStrategy[ps.Schedule]
 
 @st.composite
 def edges(draw: st.DrawFn, n_stages: int) -> list[tuple[int, int]] | None:
-    """Edges that leave no stage alone; mostly those of a chain (None)."""
-    if n_stages < 3 or draw(st.sampled_from([True, True, False])):
+    """Edges that leave no stage alone; None, those of a chain, if there are few stages."""
+    if n_stages < 3:
         return None
     source = [draw(st.integers(0, stage - 1)) for stage in range(1, n_stages)]
     pairs = {(a, b) for b, a in enumerate(source, 1) if draw(st.sampled_from([True, True, False]))}
@@ -98,9 +98,10 @@ def edges(draw: st.DrawFn, n_stages: int) -> list[tuple[int, int]] | None:
 
 @st.composite
 def placements(draw: st.DrawFn, only_chains: bool = False) -> Placement:
-    """Any placement, and unless ``only_chains`` stages with edges."""
+    """Any placement; unless ``only_chains``, some have edges, most of those that share stages."""
     placement = draw(_chains())
-    pairs = None if only_chains else draw(edges(placement.n_stages))
+    is_chain = only_chains or draw(st.sampled_from([True, not placement.shares_stages, False]))
+    pairs = None if is_chain else draw(edges(placement.n_stages))
     return Placement(*placement.paths, edges=pairs)
 
 
@@ -119,7 +120,7 @@ def _chains(draw: st.DrawFn) -> Placement:
         return ps.Placement.bidirectional(2 * draw(st.integers(1, 2)))
     if kind == "shared":  # two or three paths, which share any stages
         number = st.integers(0, n_devices - 1)
-        paths = [[draw(number) for _ in range(draw(st.integers(1, 3)))]]
+        paths = [[draw(number) for _ in range(draw(st.sampled_from([3, 4, 3, 2, 1])))]]
         paths += [[draw(number) for _ in paths[0]] for _ in range(draw(st.integers(1, 2)))]
         names = sorted({device for path in paths for device in path})
         return Placement(*([names.index(device) for device in path] for path in paths))

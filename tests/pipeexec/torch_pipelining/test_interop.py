@@ -157,10 +157,13 @@ def refusal(what: Any, stages: list[Any] | None = None) -> str:
 
 
 def test_what_torch_cannot_run() -> None:
-    """Copies of stages, weight versions, recompute, replicas: each says why and what to do."""
+    """Copies, edges, weight versions, recompute, replicas: each says why and what to do."""
     orders = [["0F0", "1F1", "0B0", "1B1"], ["1F0", "0F1", "1B0", "0B1"]]
     both_ways = ps.Schedule.from_orders(orders, placement=ps.Placement.bidirectional(2))
-    assert "has 2 copies of each stage" in refusal(both_ways)
+    assert "has 2 paths, with copies of stages" in refusal(both_ways)
+    modules = ps.order_by(ps.Placement([0, 1, 1], edges=[(0, 2), (1, 2)]), 2)
+    for what in (modules, ps.lower(modules)):
+        assert "the edges [(0, 2), (1, 2)]" in refusal(what)
     plain = ps.schedule("1f1b", 2, 4)
     assert "weight_versions='stashed'" in refusal(plain.with_updates(2, "stashed"))
     assert "recomputes (always)" in refusal(ps.lower(plain, recompute="always"))

@@ -106,6 +106,7 @@ CASES = {
     "two pipelines": (ps.Placement([0, 0, 1, 1], edges=[(0, 2), (1, 3)]), 1, False, True),
     "two encoders": (ps.Placement([0, 0, 1], edges=[(0, 2), (1, 2)]), 1, True, True),
     "encoder beside": (ps.Placement([0, 1, 0, 1], edges=[(0, 2), (1, 2), (2, 3)]), 1, True, True),
+    "replicas": (ps.Placement([0, 2, 2], [1, 2, 2], edges=[(0, 2), (1, 2)]), 2, False, True),
 }
 
 
