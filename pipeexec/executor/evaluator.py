@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -141,19 +141,14 @@ class ForwardRunner(StepRunner):
             m.module if isinstance(m, DistributedDataParallel) else m for m in self.model.modules
         ]
 
-    def evaluate(self, inputs: Batch | None, targets: Any, shapes: object) -> StepResult:
-        """Return the loss of a batch; see `Pipeline.evaluate`.
-
-        ``shapes`` are those of the batch, on which processes have agreed.
-        """
-        self._agree_anew(shapes)
+    def evaluate(self, inputs: Batch | None, targets: Any) -> StepResult:
+        """Return the loss of a batch; see `Pipeline.evaluate`."""
         step = self.run(inputs, targets, Step.walk)
         return self.result(step, may_wait=self.model.processes is None)
 
-    def predict(self, inputs: Batch | None, shapes: object) -> tuple[dict[int, Any], list[float]]:
+    def predict(self, inputs: Batch | None) -> tuple[dict[int, Any], list[float]]:
         """Return the output of each micro-batch of this process by number, and all their sizes."""
         self._check_last_stages()
-        self._agree_anew(shapes)
         outputs = self._microbatch_loss.outputs = {}
         try:
             step = self.run(inputs, None, Step.walk)
@@ -161,8 +156,11 @@ class ForwardRunner(StepRunner):
         finally:
             self._microbatch_loss.outputs = None
 
-    def _agree_anew(self, shapes: object) -> None:
-        """Take the messages of these shapes, and agree on samples of micro-batches anew."""
+    def agree_anew(self, shapes: object) -> None:
+        """Take the messages of these shapes, and agree on samples of micro-batches anew.
+
+        ``shapes`` are those of the batch, on which processes have agreed.
+        """
         self.shares.forget_sizes()
         if self.reports is not None:
             self.reports.shapes = shapes
@@ -325,6 +323,8 @@ class Evaluator:
     runs the pipeline's steps: it gives graph, model, loss, timeout and number of steps.
     """
 
+    runner_type: ClassVar[type[ForwardRunner]] = ForwardRunner
+
     def __init__(self, training: StepRunner) -> None:
         self._training = training
         self._runners: dict[int, ForwardRunner] = {}
@@ -332,16 +332,15 @@ class Evaluator:
     def evaluate(self, inputs: Batch | None, targets: Any) -> EvaluationResult:
         """Return the loss of a batch; see `Pipeline.evaluate`."""
         with self._quiet():
-            runner, shapes = self._runner(inputs, targets)
-            result = runner.evaluate(inputs, targets, shapes)
+            result = self._runner(inputs, targets)[0].evaluate(inputs, targets)
             assert isinstance(result, EvaluationResult)
             return result
 
     def predict(self, inputs: Batch | None) -> Any:
         """Return the output of a batch; see `Pipeline.predict`."""
         with self._quiet():
-            runner, shapes = self._runner(inputs, None)
-            outputs, sizes = runner.predict(inputs, shapes)
+            runner, are_given = self._runner(inputs, None)
+            outputs, sizes = runner.predict(inputs)
             if not outputs:
                 return None
             numbers = sorted(outputs)
@@ -349,7 +348,7 @@ class Evaluator:
             for tensor in tensors_in(rows):
                 if tensor.is_cuda:  # made on a stream of its stage
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            if runner.shares.shapes is not None:  # some process gave Microbatches
+            if are_given:
                 return rows
             model = self._training.model
             cut = model.cut(self._training.graph)
@@ -362,20 +361,21 @@ class Evaluator:
         with torch.no_grad(), evaluation_mode(self._training.model.modules):
             yield
 
-    def _runner(self, inputs: Batch | None, targets: Any) -> tuple[ForwardRunner, object]:
-        """Return the runner for a batch, and the batch's shapes, which all processes know."""
+    def _runner(self, inputs: Batch | None, targets: Any) -> tuple[ForwardRunner, bool]:
+        """Return the runner for a batch, and whether some process gave `Microbatches`."""
         training, model = self._training, self._training.model
         with guard_processes(model.processes):
             shapes = self._shapes(inputs, targets)
             n = self._n_microbatches(shapes)
             if n not in self._runners:
                 graph = _forward_graph(training.graph, n)
-                self._runners[n] = ForwardRunner(graph, model, training.loss)
+                self._runners[n] = self.runner_type(graph, model, training.loss)
         runner = self._runners[n]
         runner.loss, runner.timeout, runner.n_steps = (
             training.loss, training.timeout, training.n_steps
         )  # fmt: skip
-        return runner, repr((n, shapes))
+        runner.agree_anew(repr((n, shapes)))
+        return runner, any(numbers for _, numbers, *_ in shapes)
 
     def _shapes(self, inputs: Batch | None, targets: Any) -> list[list[Any]]:
         """Return samples, number of `Microbatches`, replicas, shapes and autocast of each process.
@@ -411,23 +411,25 @@ class Evaluator:
     def _n_microbatches(self, shapes: list[list[Any]]) -> int:
         """Return the number of micro-batches of a batch: one sample each at least.
 
-        Slices count, those of whole sequences.
+        Slices count, those of whole sequences. Of sequences with decode steps, only slices of the
+        prompt are given.
         """
-        n_slices = self._training.graph.n_slices
-        n_paths, most = self._training.shares.n_paths, self._training.graph.n_microbatches
-        most //= n_slices
+        graph = self._training.graph
+        n_slices = self._training.model.cut(graph).n_slices
+        n_paths, most = self._training.shares.n_paths, graph.n_microbatches // graph.n_slices
         numbers = {n / n_shares for _, listed, n_shares, *_ in shapes for n in listed}
         if numbers:
             n = int(min(numbers))
             if numbers != {n} or n % n_slices or not n_paths <= n // n_slices <= most:
                 texts = " or ".join(f"{x:g}" for x in sorted(numbers))
                 of_sequences = f"multiple of {n_slices} slices" if n_slices > 1 else "whole number"
+                parts = "slices of prompts" if graph.prompt_slices else "micro-batches"
                 raise ArgumentError(
                     f"inputs and targets have {texts} Microbatches a replica; give both the same "
                     f"{of_sequences}, between {n_paths * n_slices} and {most * n_slices}, the "
-                    "number of micro-batches of the schedule"
+                    f"number of {parts} of the schedule"
                 )
-            return n
+            return n // n_slices * graph.n_slices
         for samples, _, n_shares, *_ in shapes:
             for n_samples in samples:
                 if 0 < n_samples < n_paths * n_shares:
@@ -438,10 +440,12 @@ class Evaluator:
                         "one replica"
                     )
                 most = min(most, max(n_samples // n_shares, n_paths))
-        return most * n_slices
+        return most * graph.n_slices
 
 
 def _forward_graph(graph: TaskGraph, n_microbatches: int) -> TaskGraph:
+    if graph.forward_only and n_microbatches == graph.n_microbatches:
+        return graph
     source = graph.options.source
     if source is None:
         raise ArgumentError(

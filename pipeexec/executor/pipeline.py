@@ -2,7 +2,8 @@
 
 `PlacedModel` has what all graphs share: stages, devices, optimizers. `StepRunner` runs the steps of
 one graph. `MemoryMethods` has the methods that count bytes, `StateMethods` those that return and
-load state, `EvaluationMethods` those that run forwards alone, this file the others.
+load state, `EvaluationMethods` and `GenerationMethods` those that run forwards alone, this file the
+others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.amp import GradScaler
 from pipeexec.devices.device import DeviceLike
 from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.executor.accumulation import AccumulatingRunner, Accumulation
+from pipeexec.executor.decoding import Decoder, GenerationMethods
 from pipeexec.executor.evaluator import EvaluationMethods, Evaluator
 from pipeexec.executor.expert_layers import ExpertLayers
 from pipeexec.executor.grad_norm import GradNorm
@@ -55,7 +57,7 @@ from pipesim.utils.checks import checked_names
 
 
 @checked_names
-class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
+class Pipeline(MemoryMethods, StateMethods, EvaluationMethods, GenerationMethods):
     """Stages on devices, and the task graph that a step of them runs.
 
     Parameters
@@ -75,7 +77,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         loss, a tensor with one element, or the tuple ``(sum, count)``; see the notes. Or a tuple of
         one of these and a dict of metrics, which are in ``result.metrics``. After the
         first step it is called twice more, with several micro-batches at once, to check that their
-        losses combine.
+        losses combine. None for a forward-only graph: the pipeline predicts and generates alone.
     stage_losses
         Further losses, by stage: ``{2: mtp_loss}``. The module of such a stage returns a pair: its
         output for the next stage, and what ``mtp_loss(predictions, targets)`` takes. That returns
@@ -114,7 +116,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     slice_sizes
         Positions of each slice of a sequence, such as those of
         `pipesim.Transformer.balanced_slices`; all sequences have their sum. None (the default) for
-        numbers that differ by one at most.
+        numbers that differ by one at most. With decode steps, those of the prompt.
     tied
         Copies of parameters in several stages that are cut by hand, one group a parameter, by stage
         and name in its module: ``[[(0, "embedding.weight"), (3, "head.weight")]]``. They must begin
@@ -197,7 +199,7 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
         stages: Sequence[nn.Module | None],
         graph: TaskGraph,
         devices: Sequence[DeviceLike],
-        loss_fn: Loss,
+        loss_fn: Loss | None = None,
         optimizer: OptimizerFactory | None = None,
         *,
         loss_reduction: Literal["mean", "sum"] = "mean",
@@ -230,7 +232,14 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
                 stage: LossFunction(function, loss_reduction, on_device=cuda_graph)
                 for stage, function in _checked_losses(stage_losses, graph, facts).items()
             }
-            loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph, of_stages=of_stages)
+            if loss_fn is None and not graph.forward_only:
+                raise ArgumentError(
+                    f"graph {graph.name!r} trains, and needs loss_fn(output, targets); to predict "
+                    "or generate alone, lower with forward_only=True"
+                )
+            loss = LossFunction(
+                loss_fn or _no_loss, loss_reduction, on_device=cuda_graph, of_stages=of_stages
+            )
             if processes is not None:
                 processes.agree("the stages of stage_losses", sorted(of_stages))
             if facts is not None and facts.edges != graph.edges:
@@ -274,7 +283,8 @@ class Pipeline(MemoryMethods, StateMethods, EvaluationMethods):
     def _set_runner(self, runner: StepRunner) -> None:
         """Take the runner of the pipeline's graph, and show its parts and those of the model."""
         self._accumulating_runner: AccumulatingRunner | None = None
-        self._runner, self._evaluator, model = runner, Evaluator(runner), runner.model
+        evaluator = Decoder if runner.graph.prompt_slices else Evaluator
+        self._runner, self._evaluator, model = runner, evaluator(runner), runner.model
         self.graph, self.shares, self.held, self.stages = (
             runner.graph, runner.shares, runner.held, runner.stages
         )  # fmt: skip
@@ -668,6 +678,14 @@ def _check_timeout(timeout: float | None) -> None:
         )
 
 
+def _no_loss(output: object, targets: object) -> NoReturn:
+    """Raise in place of a loss."""
+    raise ArgumentError(
+        "the pipeline has no loss_fn, so that it predicts and generates alone; give Pipeline one, "
+        "or set pipeline.loss_fn"
+    )
+
+
 def _checked_losses(
     losses: Mapping[int, Loss] | None, graph: TaskGraph, facts: SplitFacts | None
 ) -> Mapping[int, Loss]:
@@ -707,11 +725,6 @@ def _check_graph(graph: TaskGraph) -> None:
             f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
         )
     verify(graph)
-    if graph.prompt_slices:
-        raise ArgumentError(
-            f"graph {graph.name!r} has decode steps, whose tokens pipeexec does not sample; lower "
-            "without prompt_slices"
-        )
     ends = sorted(set(range(graph.n_stages - 1)).difference(source for source, _ in graph.edges))
     if graph.edges and ends:
         raise ArgumentError(

@@ -197,7 +197,13 @@ def _sources(graph: TaskGraph, index: int) -> tuple[Source, ...]:
     }
     rows = _data_sources(op, int(graph.part[index]), stage if graph.edges else 0, graph.edges)
     tasks = (next((needed[x] for x in row if x in needed), -1) for row in rows)
-    return tuple(_source(graph, index, task) for task in tasks if task >= 0)
+    sources = tuple(_source(graph, index, task) for task in tasks if task >= 0)
+    is_decode = 0 < graph.prompt_slices <= graph.microbatch[index] % graph.n_slices
+    if op is not Op.F or stage or not is_decode:
+        return sources
+    from_last = (Op.F, graph.n_stages - 1), (Op.RECV_F, 0)
+    needed_tasks = graph.dependencies[index].tolist()
+    return tuple(Source(t) for t in needed_tasks if (graph.op[t], graph.stage[t]) in from_last)
 
 
 def _source(graph: TaskGraph, index: int, task: int) -> Source:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -127,14 +127,15 @@ def expected_messages(
     messages = {}
     for task in tasks:
         if task.remote is not None and task.remote.channel is not None:
-            op, pair = task.remote.channel.route.op, (task.id, int(graph.pair[task.id]))
-            # The first stage of an edge: its outputs, or their gradients, are in the message.
-            first, second = sorted(int(graph.stage[t]) for t in pair)
+            op, pair = task.remote.channel.route.op, int(graph.pair[task.id])
+            send, recv = (task.id, pair) if Op(graph.op[task.id]) in SENDS else (pair, task.id)
+            source, target = int(graph.stage[send]), int(graph.stage[recv])
             path = int(graph.replica[task.id])
-            ends = (second, first) if op is Op.SEND_B else (first, second)
-            content = Content(0, op, *ends, task.microbatch, path)
+            content = Content(0, op, source, target, task.microbatch, path)
             share = task.global_microbatch // graph.n_microbatches
-            signature = signatures[share][first][task.microbatch]
+            # The outputs of this stage, or their gradients, are in the message.
+            stage = target if op is Op.SEND_B else source
+            signature = signatures[share][stage][task.microbatch]
             head = header(content, signature)
             messages[task.id] = ExpectedMessage.make(head, signature, waits=graph.rendezvous)
     return messages
@@ -339,19 +340,26 @@ def agree_on_shapes(
     processes: Processes,
     arguments: Mapping[int, Sequence[Arguments] | None] = MappingProxyType({}),
     edges: Edges = (),
+    decode_steps: Collection[int] = (),
 ) -> list[list[Signature]]:
-    """Return the signatures of each stage's outputs, one a micro-batch, without the last stage.
+    """Return the signatures of each stage's outputs, one a micro-batch.
 
-    The process of each stage finds its signature, stage after stage. Every process must call this.
+    Those of the last stage are the inputs of the next micro-batch if that is a decode step, else
+    empty. The process of each stage finds its signature, stage after stage. Every process must call
+    this.
     ``inputs`` and ``arguments`` are those of the stages without a stage before them. Inputs are
     empty for micro-batches of another process.
     """
     outputs: list[list[Signature]] = []
+    next_inputs: list[Signature] = []
     pairs = stage_pairs(edges, len(devices))
     for stage, device in enumerate(devices[:-1]):
         if stage in inputs:
             local = [signature([x for x in values if x is not None]) for values in inputs[stage]]
             inputs_of_stage = _merge_signatures(local, processes)
+            next_inputs = next_inputs or [
+                entries if k in decode_steps else () for k, entries in enumerate(inputs_of_stage)
+            ]
         else:
             parts = [outputs[source] for source in pairs[pairs[:, 1] == stage, 0]]
             inputs_of_stage = [tuple(chain(*row)) for row in zip(*parts, strict=True)]
@@ -366,7 +374,7 @@ def agree_on_shapes(
                     )
             local = [outputs_by_call[s, id(x)] for s, x in zip(inputs_of_stage, calls, strict=True)]
         outputs.append(_merge_signatures(local, processes))
-    return outputs
+    return [*outputs, [*next_inputs[1:], ()]]
 
 
 def _merge_signatures(local: Sequence[Signature], processes: Processes) -> list[Signature]:
@@ -388,6 +396,7 @@ def agree_on_messages(
     ``inputs`` are those of the first step.
     """
     n, m = graph.n_stages, graph.n_microbatches
+    steps = [k for k in range(m) if 0 < graph.prompt_slices <= k % graph.n_slices]
     signatures = [
         agree_on_shapes(
             modules[replica * n : (replica + 1) * n],
@@ -396,6 +405,7 @@ def agree_on_messages(
             processes,
             {s: rows and rows[share * m : (share + 1) * m] for s, rows in inputs.arguments.items()},
             graph.edges,
+            steps,
         )
         for share, replica in enumerate(range(0, graph.n_replicas, inputs.shares.n_paths))
     ]

@@ -513,10 +513,11 @@ class Step:
         remote = 0.0 if self.processes is None else self.processes.clock.error
         return self.events.clock_error + remote
 
-    def process_result(self) -> ProcessResult:
+    def process_result(self, *, has_losses: bool = True) -> ProcessResult:
         """Return the measurements of this process, on rank 0's clock."""
         zero = self.events.zero
-        losses = [] if self.has_stopped else self.inputs.loss.loss_shares()  # counts may be missing
+        has_losses = has_losses and not self.has_stopped  # counts may be missing
+        losses = self.inputs.loss.loss_shares() if has_losses else []
         local = {m: x for m, x in enumerate(losses) if x is not None}
         dtype = str(next(iter(local.values())).dtype).removeprefix("torch.") if local else ""
         readings = self.readings()
@@ -530,7 +531,7 @@ class Step:
             host_times=readings.host_times,
             metrics={
                 name: x.numbers()
-                for name, x in ({} if self.has_stopped else self.inputs.loss.metric_sums()).items()
+                for name, x in (self.inputs.loss.metric_sums() if has_losses else {}).items()
             },
         )
 

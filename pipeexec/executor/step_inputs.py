@@ -48,8 +48,9 @@ def check_step_batch(
     """Raise unless a step can train on a batch, and this process has the tensors that it needs."""
     if graph.forward_only:
         raise ExecutionError(
-            f"a step trains, but {graph.name!r} was lowered with forward_only=True; call evaluate "
-            "or predict, or lower the schedule without it"
+            f"a step trains, but {graph.name!r} was lowered with forward_only=True; call "
+            f"{'generate' if graph.prompt_slices else 'evaluate or predict'}, or lower the "
+            "schedule without it"
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise ExecutionError(

@@ -52,13 +52,18 @@ class SequenceCut(NamedTuple):
 
     @classmethod
     def of_graph(cls, graph: TaskGraph, dim: int, sizes: tuple[int, ...]) -> SequenceCut:
-        """Return the cut of a graph's sequences, if any; ``sizes`` must suit its slices."""
-        if sizes and graph.n_slices not in (1, len(sizes)):
+        """Return the cut of a graph's sequences, if any; ``sizes`` must suit its slices.
+
+        Of sequences with decode steps, it is that of the prompts.
+        """
+        n_slices = graph.prompt_slices or graph.n_slices
+        if sizes and n_slices not in (1, len(sizes)):
+            option = "prompt_slices" if graph.prompt_slices else "n_slices"
             raise ArgumentError(
                 f"slice_sizes has {len(sizes)} slices, but graph {graph.name!r} has "
-                f"n_slices={graph.n_slices}; give the positions of each slice, or leave it out"
+                f"{option}={n_slices}; give the positions of each slice, or leave it out"
             )
-        return cls(graph.n_slices, dim, sizes if graph.n_slices > 1 else ())
+        return cls(n_slices, dim, sizes if n_slices > 1 else ())
 
     def positions(self, size: int) -> list[int]:
         """Return the number of positions of each slice of a sequence of ``size`` positions."""
@@ -475,6 +480,8 @@ class AttentionWatch(TorchFunctionMode):
     def _check(self, tensors: Sequence[Any], is_causal: bool) -> None:
         if len(tensors) < 2 or not all(isinstance(x, Tensor) and x.dim() > 1 for x in tensors[:2]):
             return  # torch refuses it
+        if tensors[0].is_meta:
+            return  # a module of another stage, whose shapes a stage of pipeexec.split computes
         n_queries, n_keys = (x.shape[-2] for x in tensors[:2])
         if n_keys == n_queries:
             raise ExecutionError(

@@ -44,6 +44,13 @@ def pipeline() -> px.Pipeline:
     return _PIPELINES[-1]
 
 
+@cache
+def decoder() -> px.Pipeline:
+    """Return a pipeline of a prompt and a decode step."""
+    steps = ps.lower(ps.schedule("gpipe", 1, 2).with_slices(2), forward_only=True, prompt_slices=1)
+    return px.Pipeline([nn.Embedding(2, 2)], steps, ["cpu"], pin_threads=False)
+
+
 def batch() -> dict[str, Tensor]:
     return {"inputs": torch.ones(4, 2), "targets": torch.zeros(4, 2)}
 
@@ -175,6 +182,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.Pipeline.device_bytes": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.evaluate": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.gather": lambda _: {"self": pipeline(), "result": result()},
+    "px.Pipeline.generate": lambda _: {
+        "self": decoder(), "inputs": torch.ones(2, 2, dtype=torch.int64),
+        "next_inputs": lambda x: x[:, -1:].argmax(-1), "keep_outputs": False},
     "px.Pipeline.held_bytes": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.left_bytes": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.load_optimizer_state_dict": lambda _: {

@@ -68,6 +68,7 @@ UNATTACKED: dict[str, str] = {
     "px.EmbeddingStage.output_signature": "part of the executor, which asks every stage for it",
     "px.validation.Equivalence": "check_equivalent makes it",
     "px.executor.EvaluationResult": _PLAIN,
+    "px.executor.Generation": _PLAIN,
     **{f"px.Experts.{name}": "part of the executor, which runs a layer piece by piece" for name in (
         "combine", "compute", "like_output", "route")},
     "px.LRSchedulers.step": "arguments are torch's, and so are its errors",

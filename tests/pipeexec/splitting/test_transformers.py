@@ -100,3 +100,46 @@ def test_a_step_trains_as_the_model_does(name, schedule):
     torch.testing.assert_close(result.loss, loss.detach())
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+class Positions(torch.nn.Module):
+    """Rotary embeddings of positions that begin behind the slices before."""
+
+    def __init__(self, rotary):
+        super().__init__()
+        self.rotary, self.cache = rotary, px.KeyValueCache()
+
+    def forward(self, x, position_ids):
+        return self.rotary(x, position_ids + self.cache.offset(x.shape[1]))
+
+
+def test_a_llama_decodes_as_without_a_pipeline():
+    """Greedy tokens of the model's own loop: two groups, a prompt in three slices, four steps."""
+    import transformers
+
+    def attend(module, query, key, value, mask, scaling=None, **_):
+        output = module.cache.attend(query, key, value, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("key_value_cache", attend)
+    case = MODELS["llama"]
+    case = case._replace(options={**case.options, "attn_implementation": "key_value_cache"})
+    model = case.make().double()
+    for layer in model.model.layers:
+        layer.self_attn.cache = px.KeyValueCache()
+    model.model.rotary_emb = Positions(model.model.rotary_emb)
+    prompts = tokens = torch.randint(50, (4, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for _ in range(5):
+            logits = model(tokens, use_cache=False).logits
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    assert tokens[:, 7:].unique().numel() > 2
+    turns = [k * 7 + j for j in range(7) for k in range(2)]
+    for n in (2, 3):
+        schedule = ps.schedule("gpipe", n, 14).with_microbatch_order(turns).with_slices(7)
+        graph = ps.lower(schedule, forward_only=True, prompt_slices=3)
+        stages = px.split(model, n, sample=prompts[:1], check=False)
+        with px.Pipeline(stages, graph, ["cpu"] * n) as pipeline:
+            result = pipeline.generate(prompts)
+        assert torch.equal(result.tokens, tokens[:, 7:])
+        torch.testing.assert_close(result.outputs[-1].logits, logits[:, -1:])
