@@ -29,7 +29,7 @@ from pipesim.errors import ArgumentError, check_list
 from pipesim.models.gpu import GPU
 from pipesim.models.model_costs import ShardCosts, shard_workload
 from pipesim.models.model_sizes import Size, check_size
-from pipesim.models.parallel import Parallel
+from pipesim.models.parallel import LayerRecompute, Parallel
 from pipesim.models.shard import Shard
 from pipesim.models.transformer import Transformer
 from pipesim.network.network import Network
@@ -56,6 +56,9 @@ class Encoder:
         GPUs that share each layer of the encoder, one number or a list of those to search. They
         divide the GPUs of a device, whose other groups compute other sequences at the same time;
         with fewer sequences some are idle. None (the default): all that divide the heads, too.
+    recompute
+        Recompute of the encoder's layers, as in `Parallel`. None (the default): that of the
+        language model.
 
     Examples
     --------
@@ -74,6 +77,7 @@ class Encoder:
     model: Transformer
     sequences: Size = 1
     tensor_parallel: int | Sequence[int] | None = None
+    recompute: LayerRecompute | None = None
 
     def __post_init__(self) -> None:
         if self.tensor_parallel is not None:
@@ -98,7 +102,8 @@ _LANGUAGE_MODEL_ONLY = (
 def encoder_shard(encoder: Encoder, main: Shard, tensor_parallel: int) -> Shard:
     """Return one GPU's share of an encoder on the devices of ``main``, the language model.
 
-    It has the sequences of its group, and the settings of ``main``: recompute, kernels, format.
+    It has the sequences of its group, its own recompute if it is given, and the other settings of
+    ``main``, such as kernels and format.
     Sequence parallelism applies if ``tensor_parallel`` divides the encoder's sequence.
     """
     if main.n_gpus % tensor_parallel:
@@ -112,6 +117,7 @@ def encoder_shard(encoder: Encoder, main: Shard, tensor_parallel: int) -> Shard:
         **main.settings,
         **{x: getattr(Parallel, x) for x in _LANGUAGE_MODEL_ONLY},
         "tensor_parallel": tensor_parallel,
+        "recompute": encoder.recompute or main.recompute,
         "microbatch_size": -(-encoder.sequences * main.microbatch_size // groups),
         "sequence_parallel": splits_sequence and length % tensor_parallel == 0,
     }

@@ -384,9 +384,12 @@ def _notes(problem: PlanProblem, n_bands: int) -> tuple[str, ...]:
     if isinstance(problem.model, Layers):
         return ()
     if problem.encoders:
+        same = "micro-batches"
+        if all(encoder.recompute is None for encoder in problem.encoders):
+            same += " and recompute"
         return (
             f"The first {problem.n_encoder_layers} of {problem.n_layers} layers are those of "
-            "encoders. All modules train, with the same micro-batches and recompute.",
+            f"encoders. All modules train, with the same {same}.",
             "No published steps of models with encoders say how far predictions are off.",
         )
     steps = _known_steps(problem)

@@ -147,7 +147,8 @@ class PlanProblem:
         if not self.encoders:
             return None
         once = replace(choice, recompute="none")
-        return lambda *, has_network: self.chain_costs(once, has_network=has_network)(
+        plain = replace(self, encoders=tuple(replace(x, recompute=None) for x in self.encoders))
+        return lambda *, has_network: plain.chain_costs(once, has_network=has_network)(
             choice.layers_per_stage
         )
 

@@ -314,7 +314,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Routing.to_dict": lambda _: {"self": ps.Routing()},
     "ps.Routing.zipf": lambda _: {"exponent": 0.5},
     "ps.Parallel": lambda _: {},
-    "ps.Encoder": lambda _: {"model": model(), "sequences": 2, "tensor_parallel": [1, 2]},
+    "ps.Encoder": lambda _: {
+        "model": model(), "sequences": 2, "tensor_parallel": [1, 2], "recompute": "full",
+    },
     "ps.Framework": lambda _: {},
     "ps.Framework.preset": lambda _: {"name": "megatron_core_2024"},
     "ps.Framework.to_dict": lambda _: {"self": ps.Framework()},

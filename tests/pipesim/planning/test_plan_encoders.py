@@ -168,6 +168,23 @@ def test_an_explanation_knows_collectives_and_recompute_of_encoders() -> None:
     assert "2 a layer of an encoder" in str(subject.explain(*choices))
 
 
+def test_an_encoder_may_recompute_more_than_the_model() -> None:
+    """Its stage has the costs of that recompute, and an explanation its seconds."""
+    encoder = replace(ENCODER, recompute="full")
+    settings = {**QUICK, "tensor_parallel": 4, "pipeline_parallel": 2, "microbatch_size": 1}
+    subject = ps.plan([encoder, LLM], CLUSTER, progress=False, **settings)
+    sizes = {"pipeline_parallel": 2, "tensor_parallel": 4, "layers_per_stage": [4, 12]}
+    plan = subject.plan(subject.choice(**sizes))
+    all_modules, no_module = (costs([4, 12], recompute=x) for x in ("full", "none"))
+    for name in ("backward", "activation_bytes"):
+        (own, _), (_, main) = (getattr(x, name) for x in (all_modules, no_module))
+        assert getattr(plan.costs, name) == (own, main)
+    seconds = step_parts(plan.timeline, subject.problem.rebuilt(plan.choice))
+    added = all_modules.backward[0] - no_module.backward[0]  # type: ignore[index,operator]
+    assert seconds["recompute"] == pytest.approx(16 * added / 2)
+    assert "and recompute" not in subject.notes[0]
+
+
 def test_an_encoder_sees_all_of_its_sequence() -> None:
     """Its fused core computes twice the scores of a causal one; slices are refused."""
     run: dict[str, Any] = {"gpu": "h100_sxm", "microbatch_size": 1, "flash_attention": True}
