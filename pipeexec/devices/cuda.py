@@ -13,7 +13,7 @@ from time import perf_counter, sleep
 
 import torch
 
-from pipeexec.devices.device import NamedStreams, Values
+from pipeexec.devices.device import Device, NamedStreams, Values, hold_link
 from pipeexec.devices.streams import Begin, Event, Stream, Work
 
 
@@ -34,9 +34,7 @@ class CudaDevice(NamedStreams):
         CUDA keeps both for each thread. A stream makes itself the current one while it runs work,
         which takes less time on the current GPU.
         """
-        compute = self.stream("compute")
-        assert isinstance(compute, CudaStream)
-        torch.cuda.set_stream(compute.stream)
+        torch.cuda.set_stream(_cuda_stream(self, "compute").stream)
 
     def mark(self) -> Event:
         """Return an event on the compute stream.
@@ -49,8 +47,7 @@ class CudaDevice(NamedStreams):
         Event
             The zero of this device's clock.
         """
-        compute = self.stream("compute")
-        assert isinstance(compute, CudaStream)
+        compute = _cuda_stream(self, "compute")
         compute.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         return compute.record()
 
@@ -100,19 +97,69 @@ class CudaDevice(NamedStreams):
         Parameters
         ----------
         data
-            Tensor on the CPU; copies of pinned memory overlap with computation.
+            Tensor on the CPU, or of a peer; copies of pinned memory overlap with computation.
 
         Returns
         -------
         torch.Tensor
             Tensor of the same shape and type, on this GPU.
         """
-        compute, current = self.stream("compute"), torch.cuda.current_stream(self.torch_device)
-        assert isinstance(compute, CudaStream)
-        with torch.cuda.stream(compute.stream):
-            copy = torch.empty_like(data, device=self.torch_device)
-        current.wait_stream(compute.stream)
+        compute = _cuda_stream(self, "compute").stream
+        with torch.cuda.stream(compute):
+            copy = torch.empty(data.shape, dtype=data.dtype, device=self.torch_device)
+        torch.cuda.current_stream(self.torch_device).wait_stream(compute)
         return copy.copy_(data, non_blocking=True)
+
+    def to_peer(self, data: Sequence[torch.Tensor], peer: Device) -> list[torch.Tensor]:
+        """Return copies in the memory of another GPU, or of another slice of this one.
+
+        The current stream copies; nobody waits. The memory is that of a stream of ``peer`` which
+        runs nothing: its compute stream may be far behind.
+
+        Parameters
+        ----------
+        data
+            Tensors of this GPU.
+        peer
+            Device that holds the copies.
+
+        Returns
+        -------
+        list of torch.Tensor
+            Tensors of the same shapes and types, on ``peer``.
+        """
+        held = _cuda_stream(peer, "held copies")
+        with torch.cuda.stream(held.stream):
+            copies = [torch.empty(x.shape, dtype=x.dtype, device=peer.torch_device) for x in data]
+        torch.cuda.current_stream(self.torch_device).wait_stream(held.stream)
+        with held.beside_current(), hold_link(self, peer, data):
+            for copy, x in zip(copies, data, strict=True):
+                copy.copy_(x, non_blocking=True)
+        return copies
+
+    def from_peer(self, data: Sequence[torch.Tensor], peer: Device) -> list[torch.Tensor]:
+        """Return copies of memory of another GPU, or slice, on this GPU.
+
+        The current stream copies as in `from_host`. A later `to_peer` may use the memory of
+        ``data`` again, and so waits for this copy.
+
+        Parameters
+        ----------
+        data
+            Copies from `to_peer`.
+        peer
+            Device that holds them.
+
+        Returns
+        -------
+        list of torch.Tensor
+            Tensors of the same shapes and types, on this GPU.
+        """
+        with _cuda_stream(peer, "returned copies").beside_current():
+            copies = super().from_peer(data, peer)
+        current = torch.cuda.current_stream(self.torch_device)
+        _cuda_stream(peer, "held copies").stream.wait_stream(current)
+        return copies
 
     def wait_for_host(self, event: Event) -> None:
         """Return at once: the host launched the kernels when it submitted the work.
@@ -139,6 +186,12 @@ class CudaDevice(NamedStreams):
         """
         assert isinstance(stream, CudaStream)
         tensor.record_stream(stream.stream)
+
+
+def _cuda_stream(device: Device, name: str) -> CudaStream:
+    stream = device.stream(name)
+    assert isinstance(stream, CudaStream)
+    return stream
 
 
 class CudaEvent:

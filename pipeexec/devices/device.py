@@ -6,12 +6,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import NoReturn, Protocol
 
 import torch
 
+from pipeexec.devices.emulated_links import EmulatedLinks
 from pipeexec.devices.running_clock import RunningTimer
 from pipeexec.devices.streams import CpuStream, Event, Stream
 from pipesim.errors import ExecutionError
@@ -82,6 +83,14 @@ class Device(Protocol):
         """Return a copy of host memory on this device; likewise."""
         ...
 
+    def to_peer(self, data: Sequence[torch.Tensor], peer: Device) -> list[torch.Tensor]:
+        """Return copies in memory of another device of this process; likewise."""
+        ...
+
+    def from_peer(self, data: Sequence[torch.Tensor], peer: Device) -> list[torch.Tensor]:
+        """Return copies of memory of another device on this device; likewise."""
+        ...
+
     def synchronize(self) -> None:
         """Block until every stream has run all its work."""
         ...
@@ -124,12 +133,17 @@ class NamedStreams:
     launch, launch_by_op
         Seconds that a host takes at least to issue a task, and those for some operations in place
         of it; imposed.
+    links, index
+        Imposed links between devices with the same object, and this device's number there. Without
+        links messages take their real time.
     """
 
     name: str
     note = ""
     launch = 0.0
     launch_by_op: Mapping[Op, float] = NONE_BY_OP
+    links: EmulatedLinks | None = None
+    index = 0
     torch_device: torch.device
 
     def __init__(self) -> None:
@@ -205,7 +219,8 @@ class NamedStreams:
     def carry(self, values: Values, target: Device) -> Values:
         """Return a message in the memory of another device.
 
-        If it is the same memory, these are the same tensors. It runs on a stream of this device.
+        If it is the same memory, these are the same tensors; with imposed links, copies at the end
+        of the SEND. It runs on a stream of this device.
 
         Parameters
         ----------
@@ -219,6 +234,9 @@ class NamedStreams:
         tuple of torch.Tensor or None
             The tensors there.
         """
+        if (link := _imposed_link(self, target)) is not None:
+            links, ends = link
+            return links.carry(values, *ends)
         if self.torch_device == target.torch_device:
             return values
         return tuple(
@@ -269,6 +287,46 @@ class NamedStreams:
         """
         return data.clone()
 
+    def to_peer(self, data: Sequence[torch.Tensor], peer: Device) -> list[torch.Tensor]:
+        """Return copies in the memory of another device of this process, over its link.
+
+        It runs on a stream of this device.
+
+        Parameters
+        ----------
+        data
+            Tensors of this device.
+        peer
+            Device that holds the copies.
+
+        Returns
+        -------
+        list of torch.Tensor
+            Tensors of the same shapes and types.
+        """
+        with hold_link(self, peer, data):
+            return [x.clone() for x in data]
+
+    def from_peer(self, data: Sequence[torch.Tensor], peer: Device) -> list[torch.Tensor]:
+        """Return copies of memory of another device on this device, over its link.
+
+        It runs on a stream of this device. The caller drops ``data`` then.
+
+        Parameters
+        ----------
+        data
+            Copies from `to_peer`.
+        peer
+            Device that holds them.
+
+        Returns
+        -------
+        list of torch.Tensor
+            Tensors of the same shapes and types.
+        """
+        with hold_link(peer, self, data):
+            return [self.from_host(x) for x in data]
+
     def synchronize(self) -> None:
         """Block until every stream has run all its work.
 
@@ -291,6 +349,30 @@ class NamedStreams:
         It does not wait for work that runs, which may never end.
         """
         self.closed = True
+
+
+def _imposed_link(
+    source: Device | NamedStreams, target: Device | NamedStreams
+) -> tuple[EmulatedLinks, tuple[int, int]] | None:
+    """Return the imposed links of two devices and their numbers there; None without links."""
+    if not isinstance(source, NamedStreams) or not isinstance(target, NamedStreams):
+        return None
+    if source.links is None or source.links is not target.links:
+        return None
+    return source.links, (source.index, target.index)
+
+
+def hold_link(
+    source: Device | NamedStreams, target: Device | NamedStreams, data: Sequence[torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Return a context in which data are copied between devices: with imposed links, in their time.
+
+    It is entered on the stream that copies.
+    """
+    if (link := _imposed_link(source, target)) is None:
+        return nullcontext()
+    links, ends = link
+    return links.hold(*ends, sum(x.nbytes for x in data))
 
 
 #: Seconds between two looks of a wait at its limit.
@@ -460,6 +542,14 @@ class RemoteDevice:
         self._refuse()
 
     def from_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def to_peer(self, data: Sequence[torch.Tensor], peer: Device) -> list[torch.Tensor]:
+        """Raise, as `stream` does."""
+        self._refuse()
+
+    def from_peer(self, data: Sequence[torch.Tensor], peer: Device) -> list[torch.Tensor]:
         """Raise, as `stream` does."""
         self._refuse()
 

@@ -5,6 +5,7 @@ stream then waits until the link would have finished, as in rule 4 of docs/time.
 
     SEND  copies, and lasts until nbytes/bandwidth after its start, or as long as the copy if longer
     RECV  lasts until latency after the end of its SEND
+    OFFLOAD and RELOAD of a peer copy, and last until latency + nbytes/bandwidth after their start
 
 Each pair of devices has its own link in each direction; links shared by pairs are refused.
 """
@@ -14,8 +15,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, sleep
 from typing import Protocol
 
@@ -96,13 +97,23 @@ class EmulatedLinks:
         """Return a copy of a message at the end of its SEND; runs on the stream that sends."""
         latency, bandwidth = self._link[source, target]
         nbytes = sum(value.nbytes for value in values if value is not None)
-        seconds = nbytes / bandwidth
+        with self._hold(source, target, nbytes / bandwidth):
+            copied = tuple(None if value is None else value.clone() for value in values)
+        return TimedMessage(copied, self.timer.timestamp(), latency)
+
+    def hold(self, source: int, target: int, nbytes: int) -> AbstractContextManager[None]:
+        """Return a context that holds a link while a copy in it runs, and until it arrives."""
+        latency, bandwidth = self._link[source, target]
+        return self._hold(source, target, latency + nbytes / bandwidth)
+
+    @contextmanager
+    def _hold(self, source: int, target: int, seconds: float) -> Iterator[None]:
+        """Hold a link for a block, which lasts at least ``seconds`` on the stream that runs it."""
         with self._locks.get((source, target), nullcontext()) if seconds > 0 else nullcontext():
             start = self.timer.timestamp()
-            copied = tuple(None if value is None else value.clone() for value in values)
+            yield
             if seconds > 0:
                 self.timer.wait_until(start, seconds)
-            return TimedMessage(copied, self.timer.timestamp(), latency)
 
     def await_arrival(self, message: TimedMessage) -> None:
         """Make the stream that receives wait until a message arrives."""

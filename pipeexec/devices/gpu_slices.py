@@ -21,7 +21,7 @@ from functools import cache
 import torch
 
 from pipeexec.devices.cuda import CudaDevice, CudaStream
-from pipeexec.devices.device import Device, Values
+from pipeexec.devices.device import Values
 from pipeexec.devices.emulated_links import EmulatedLinks, TimedMessage, check_links, make_timer
 from pipeexec.devices.green_contexts import (
     GreenContext,
@@ -99,25 +99,6 @@ class Slice(CudaDevice):
             return super()._make_stream(name, blocks)
         handle = context.stream((self.index, name))
         return CudaStream(torch.cuda.ExternalStream(handle, device=self.torch_device))
-
-    def carry(self, values: Values, target: Device) -> Values:
-        """Return a message in the memory of another device; a copy if links are imposed.
-
-        Parameters
-        ----------
-        values
-            Tensors of the message; None for a gradient that is missing.
-        target
-            Device that receives the message.
-
-        Returns
-        -------
-        tuple of torch.Tensor or None
-            The tensors there; slices of one GPU without imposed links have the same tensors.
-        """
-        if self.links is not None and isinstance(target, Slice) and target.links is self.links:
-            return self.links.carry(values, self.index, target.index)
-        return super().carry(values, target)
 
     def await_link(self, values: Values) -> None:
         """Make the current stream wait for the imposed latency of a message.

@@ -273,27 +273,6 @@ class Worker(CpuDevice):
         sleeps = self.links is not None and name.startswith(("send", "recv", "copy"))
         return super()._make_stream(name, blocks or sleeps)
 
-    def carry(self, values: Values, target: Device) -> Values:
-        """Return a copy of a message at the end of its SEND.
-
-        Without imposed links, the message itself is returned at once.
-
-        Parameters
-        ----------
-        values
-            Tensors of the message; None for a gradient that is missing.
-        target
-            Device that receives the message.
-
-        Returns
-        -------
-        tuple of torch.Tensor or None
-            The tensors there.
-        """
-        if self.links is None or not isinstance(target, Worker) or target.links is not self.links:
-            return super().carry(values, target)
-        return self.links.carry(values, self.index, target.index)
-
     def await_link(self, values: Values) -> None:
         """Sleep until the imposed latency of a message is over.
 

@@ -1,4 +1,4 @@
-"""Activations of a micro-batch are copied to the host (OFFLOAD), and back for B (RELOAD).
+"""Activations of a micro-batch are copied to the host or a peer (OFFLOAD), and back (RELOAD).
 
 On a GPU, a compute task waits for an OFFLOAD, and takes the memory that it has copied.
 
@@ -23,8 +23,10 @@ from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from torch import Tensor
 
 from pipeexec.devices.cuda import CudaDevice
+from pipeexec.devices.device import Device, device_ranks
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
@@ -49,17 +51,23 @@ def outlasts_issue(task: PlannedTask) -> bool:
 
 
 class Offload(StepPart):
-    """Activations that are on the host between forward and backward."""
+    """Activations that are on the host, or on a peer, between forward and backward."""
 
     def __init__(self) -> None:
         self.waits: WeakKeyDictionary[TaskGraph, OffloadWaits] = WeakKeyDictionary()
 
     def check(self, graph: TaskGraph, model: PlacedModel) -> None:
-        """Raise `ArgumentError` for offloads of sharded stages, and for those to other devices."""
-        if graph.offload_to == "peer":
+        """Raise `ArgumentError` for offloads of sharded stages, or to another process."""
+        ranks = np.array(device_ranks(model.devices, -1))
+        offloads = np.flatnonzero(
+            (graph.op == Op.OFFLOAD) & (graph.offload_peers[graph.device] >= 0)
+        )
+        devices, peers = graph.device[offloads], graph.offload_peers[graph.device[offloads]]
+        for k in np.flatnonzero(ranks[devices] != ranks[peers])[:1]:
             raise ArgumentError(
-                f'graph {graph.name!r} has offload_to="peer", which is simulated, not run; lower '
-                'with offload_to="host" to run it'
+                f"graph {graph.name!r} offloads activations of device {devices[k]} to device "
+                f"{peers[k]} of another process, and copies to a peer stay within one process; "
+                'lower with offload_to="host", or run both devices in one process'
             )
         for stage in np.intersect1d(graph.stage[graph.op == Op.OFFLOAD], graph.sharded)[:1]:
             raise ArgumentError(
@@ -68,7 +76,7 @@ class Offload(StepPart):
             )
 
     def handlers(self) -> Mapping[Op, Handler]:
-        """Return the handlers of copies to and from the host."""
+        """Return the handlers of copies."""
         return {Op.OFFLOAD: _offload, Op.RELOAD: _reload}
 
     def prepare(
@@ -102,10 +110,15 @@ class Offload(StepPart):
 
 
 def _offload(step: Step, task: PlannedTask) -> None:
-    """Copy activations to the host, and record their bytes; a copy that runs on needs them."""
+    """Copy activations away, and record their bytes; a copy that runs on needs them."""
     assert isinstance(task.stage, Stage)
+    device, peer = task.device, _peer(step, task)
+
+    def copy(data: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [device.to_host(x) for x in data] if peer is None else device.to_peer(data, peer)
+
     share = float(step.graph.offload_shares[task.stage.index])
-    moved = task.stage.offload(task.microbatch, share, task.device)
+    moved = task.stage.offload(task.microbatch, share, copy)
     step.events.nbytes[task.id] = sum(data.nbytes for data in moved)
     if outlasts_issue(task):
         step.results[task.id] = moved
@@ -113,7 +126,18 @@ def _offload(step: Step, task: PlannedTask) -> None:
 
 def _reload(step: Step, task: PlannedTask) -> None:
     assert isinstance(task.stage, Stage)
-    step.events.nbytes[task.id] = task.stage.reload(task.microbatch, task.device)
+    device, peer = task.device, _peer(step, task)
+
+    def copy(data: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [device.from_host(x) for x in data] if peer is None else device.from_peer(data, peer)
+
+    step.events.nbytes[task.id] = task.stage.reload(task.microbatch, copy)
+
+
+def _peer(step: Step, task: PlannedTask) -> Device | None:
+    """Return the device that holds the activations of a task's device; None for the host."""
+    peer = int(step.graph.offload_peers[step.graph.device[task.id]])
+    return None if peer < 0 else step.devices[peer]
 
 
 class OffloadWaits:

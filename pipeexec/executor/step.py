@@ -361,8 +361,8 @@ class Step:
             stream, waits = task.stream, [end_events[needed] for needed in task.waits]
             if task.id in frees:
                 for needed in frees[task.id]:
-                    waits.append(end_events[needed])
-                    self.results[needed] = None
+                    stream.wait_event(end_events[needed])  # type: ignore[arg-type]  # issued before
+                    self.results[needed] = None  # not earlier: freed memory waits for this stream
             if task.sync is not None:
                 for milestone in task.sync.milestones:
                     stream.wait_event(events.milestones[milestone][0])

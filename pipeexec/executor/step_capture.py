@@ -79,7 +79,7 @@ def check_can_capture(graph: TaskGraph, devices: Sequence[Device], optimizers: O
         )
     if graph.is_op(COPIES).any():
         raise ArgumentError(
-            "cuda_graph=True repeats the addresses of its capture, and host memory of offloaded "
+            "cuda_graph=True repeats the addresses of its capture, and memory of offloaded "
             "activations is new in each step; lower without offload, or leave it out"
         )
     has_segments = (graph.is_op(SEGMENTED) & (graph.part >= 0)).any()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +39,7 @@ from pipeexec.stages.stage import StageLike, attach_meters
 from pipeexec.thread_modes import ThreadMode
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COPIES, Op
-from pipesim.timeline.memory import in_order_of_time
+from pipesim.timeline.memory import in_order_of_time, order_of_time
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class StepMemory:
         held.
     parameters
         Bytes of sharded parameters that each task gathered and freed.
+    peer_activations
+        Bytes that each OFFLOAD took, and each RELOAD gave back, on the device that held them.
     """
 
     timeline: Timeline
@@ -80,6 +82,7 @@ class StepMemory:
     buffers: Bytes
     one_gradient: Floats
     parameters: Bytes
+    peer_activations: Bytes
 
     def at(self, timeline: Timeline) -> StepMemory:
         """Return the same bytes at the times of another step of the same graph."""
@@ -120,28 +123,36 @@ class StepMemory:
 
         ``device``, ``time`` (s), ``activations``, ``gradients``, ``buffers``, ``parameters``, and
         ``total``: activations, gathered parameters, gradients beyond one a parameter. By device,
-        then in order of time.
+        then in order of time. Activations are also those that a peer holds.
         """
         from pipesim.utils.packages import pandas as pd
 
-        graph = self.timeline.graph
-        kinds = self.activations, self.gradients, self.buffers, self.parameters
-        changed = np.any([x != 0 for kind in kinds for x in kind], axis=0)
-        task, is_end = in_order_of_time(self.timeline, changed, changed)
+        graph, timeline = self.timeline.graph, self.timeline
+        own = np.array([self.activations, self.gradients, self.buffers, self.parameters])
+        on_peer = np.zeros_like(own)
+        on_peer[0] = self.peer_activations
+        changes = []
+        for nbytes, holder in ((own, graph.device), (on_peer, graph.offload_peers[graph.device])):
+            changed = np.any(nbytes != 0, axis=(0, 1))
+            task, is_end = in_order_of_time(timeline, changed, changed, holder)
+            change = np.where(is_end, -nbytes[:, 1, task], nbytes[:, 0, task])
+            changes.append((task, is_end, holder[task], change))
+        task, is_end, device, change = (
+            np.concatenate(x, axis=-1) for x in zip(*changes, strict=True)
+        )
         place = graph.replica * graph.n_stages + graph.stage
         held = np.zeros((4, graph.n_devices))
         gradients = np.zeros(self.one_gradient.size)
         one, homes = self.one_gradient.ravel(), graph.homes.ravel()
         rows = []
-        for number, ends in zip(task.tolist(), is_end.tolist(), strict=True):
-            device = int(graph.device[number])
-            change = [-kind.given[number] if ends else kind.taken[number] for kind in kinds]
-            held[:, device] += change
-            gradients[place[number]] += change[1]
-            more_gradients = np.maximum(0.0, gradients - one)[homes == device].sum()
-            time = (self.timeline.end if ends else self.timeline.start)[number]
-            total = held[0, device] + held[3, device] + more_gradients
-            rows.append((device, time, *held[:, device], total))
+        for k in order_of_time(timeline, task, is_end, device).tolist():
+            number, owner = int(task[k]), int(device[k])
+            held[:, owner] += change[:, k]
+            gradients[place[number]] += change[1, k]
+            more_gradients = np.maximum(0.0, gradients - one)[homes == owner].sum()
+            time = (timeline.end if is_end[k] else timeline.start)[number]
+            total = held[0, owner] + held[3, owner] + more_gradients
+            rows.append((owner, time, *held[:, owner], total))
         names = ["device", "time", "activations", "gradients", "buffers", "parameters", "total"]
         return pd.DataFrame(rows, columns=names).astype({"device": "int64"})
 
@@ -165,8 +176,8 @@ class ByteCounter:
     Attributes
     ----------
     columns
-        Bytes taken and given back of activations, gradients, buffers and gathered parameters; shape
-        ``(8, n_tasks)``.
+        Bytes taken and given back of activations, gradients, buffers, gathered parameters, and
+        activations on a peer; shape ``(10, n_tasks)``.
     """
 
     def __init__(
@@ -174,9 +185,9 @@ class ByteCounter:
     ) -> None:
         self.meters, self.shards = meters, shards
         self._locks = [threading.Lock() for _ in meters]  # of devices whose copies run beside
-        self.columns = np.zeros((8, n_tasks))
-        self.activations, self.gradients, self.buffers, self.parameters = (
-            Bytes(*pair) for pair in self.columns.reshape(4, 2, n_tasks)
+        self.columns = np.zeros((10, n_tasks))
+        self.activations, self.gradients, self.buffers, self.parameters, self.peer_activations = (
+            Bytes(*pair) for pair in self.columns.reshape(5, 2, n_tasks)
         )
 
     def wrap(self, task: PlannedTask) -> PlannedTask:
@@ -193,24 +204,32 @@ class ByteCounter:
 
     def _compute(self, step: Step, task: PlannedTask, handler: Handler) -> None:
         """Count a task on a compute stream, where a device's activations change."""
-        with self._window(step, task), self._counting(step, task, [task.slot], [task.id]):
+        device = int(step.graph.device[task.id])
+        with (
+            self._window(device, task.id, self.activations),
+            self._counting(step, task, [task.slot], [task.id]),
+        ):
             handler(step, task)
 
     def _copy(self, step: Step, task: PlannedTask, handler: Handler) -> None:
-        """Count a copy to or from the host, which changes activations alone."""
-        with self._window(step, task):
+        """Count a copy to or from other memory, which changes activations alone."""
+        device = int(step.graph.device[task.id])
+        peer = int(step.graph.offload_peers[device])
+        held = {device: self.activations} | ({peer: self.peer_activations} if peer >= 0 else {})
+        with ExitStack() as stack:
+            for number in sorted(held):  # else two copies could wait for each other
+                stack.enter_context(self._window(number, task.id, held[number]))
             handler(step, task)
 
     @contextmanager
-    def _window(self, step: Step, task: PlannedTask) -> Iterator[None]:
-        """Count the activations of a task's device, one task at a time."""
-        device = int(step.graph.device[task.id])
+    def _window(self, device: int, task: int, nbytes: Bytes) -> Iterator[None]:
+        """Count the activations of a device, one task at a time."""
         meter = self.meters[device]
         with self._locks[device]:
             before = meter.window_peak = meter.current
             yield
-            self.activations.taken[task.id] = meter.window_peak - before
-            self.activations.given[task.id] = meter.window_peak - meter.current
+            nbytes.taken[task] = meter.window_peak - before
+            nbytes.given[task] = meter.window_peak - meter.current
 
     def _reduce(self, step: Step, task: PlannedTask, handler: Handler) -> None:
         graph = step.graph
@@ -328,8 +347,7 @@ def count_task_bytes(
     meters = _activation_meters(runner, inputs, targets, runner.graph.n_devices)
     nbytes = ByteCounter(len(runner.graph), meters, runner.model.part(Sharding).shards)
     tasks = [nbytes.wrap(task) for task in runner.tasks]
-    homes = runner.graph.homes.ravel().tolist()
-    with runner.preserved(), attach_meters(runner.stages, [meters[device] for device in homes]):
+    with runner.preserved(), attach_meters(runner.stages, *_by_device(runner.graph, meters)):
         step = runner.run(inputs, targets, partial(_walk_alone, tasks))
         return nbytes, runner.result(step)
 
@@ -351,6 +369,15 @@ def _activation_meters(
     weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
     batch = tensors_in((inputs, targets))
     return [ActivationMeter(weights, batch) for _ in range(n)]
+
+
+def _by_device(
+    graph: TaskGraph, meters: Sequence[ActivationMeter]
+) -> tuple[list[ActivationMeter], list[ActivationMeter | None]]:
+    """Return the meters of the device of each stage, and of its peer; ``meters`` are of devices."""
+    homes = graph.homes.ravel()
+    peers = graph.offload_peers[homes].tolist()
+    return [meters[d] for d in homes], [meters[d] if d >= 0 else None for d in peers]
 
 
 def _walk_alone(tasks: Sequence[PlannedTask], step: Step, _: Sequence[PlannedTask]) -> None:
@@ -411,7 +438,7 @@ class MemoryMethods(ABC):
         ...     pipeline.held_bytes(x, x)
         [64, 96]
         """
-        meters = self._count_activations(inputs, targets, range(len(self.stages)))
+        meters = self._count_activations(inputs, targets)
         return list(map(int, self.total([meter.peak for meter in meters])))
 
     def left_bytes(self, inputs: Any, targets: Any) -> list[int]:
@@ -430,13 +457,14 @@ class MemoryMethods(ABC):
             Bytes of each stage, replica after replica; length ``n_replicas * n_stages``. 0 without
             split backwards.
         """
-        meters = self._count_activations(inputs, targets, range(len(self.stages)))
+        meters = self._count_activations(inputs, targets)
         return list(map(int, self.total([meter.deferred_peak for meter in meters])))
 
     def device_bytes(self, inputs: Any, targets: Any) -> list[int]:
         """Return the most bytes of activations that each device holds in a step.
 
-        They are counted like those of `held_bytes`. All processes must call this.
+        They are counted like those of `held_bytes`, and also for a peer that holds offloaded ones.
+        All processes must call this.
 
         Parameters
         ----------
@@ -448,22 +476,20 @@ class MemoryMethods(ABC):
         list of int
             Bytes of each device; length ``n_devices``.
         """
-        meters = self._count_activations(inputs, targets, self.graph.homes.ravel().tolist())
+        meters = self._count_activations(inputs, targets, by_device=True)
         return list(map(int, self.total([meter.peak for meter in meters])))
 
     def _count_activations(
-        self, inputs: Any, targets: Any, groups: Sequence[int]
+        self, inputs: Any, targets: Any, *, by_device: bool = False
     ) -> list[ActivationMeter]:
-        """Count the activations of a step; return a meter for each group of stages.
-
-        ``groups`` has the number of each stage's group.
-        """
+        """Count the activations of a step; return a meter for each stage, or each device."""
         runner = self._runner
+        n = self.graph.n_devices if by_device else len(self.stages)
         with self._model.locked_open("held_bytes, left_bytes or device_bytes"):
             inputs = self._checked(inputs)
-            meters = _activation_meters(runner, inputs, targets, max(groups) + 1)
-            own = [meters[group] for group in groups]
-            with runner.preserved(), attach_meters(runner.stages, own):
+            meters = _activation_meters(runner, inputs, targets, n)
+            attached = _by_device(self.graph, meters) if by_device else (meters,)
+            with runner.preserved(), attach_meters(runner.stages, *attached):
                 runner.run(inputs, targets, Step.walk)
         return meters
 
@@ -505,14 +531,15 @@ class MemoryMethods(ABC):
             else 0.0
             for stage in self.stages
         ]
-        columns = np.array(self.total(nbytes.columns.ravel().tolist())).reshape(8, -1)
+        columns = np.array(self.total(nbytes.columns.ravel().tolist())).reshape(10, -1)
         return StepMemory(
             self.gather(result).timeline,
             Bytes(*columns[:2]),
             Bytes(*columns[2:4]),
             Bytes(*columns[4:6]),
             np.array(self.total(one_gradient)).reshape(self.graph.homes.shape),
-            Bytes(*columns[6:]),
+            Bytes(*columns[6:8]),
+            Bytes(*columns[8:]),
         )
 
     def allocated(self, inputs: Any, targets: Any) -> Allocated:

@@ -429,8 +429,9 @@ def offload_bytes(
 
 
 def host_link(timelines: Sequence[Timeline]) -> HostLink | None:
-    """Return the link that fits the copies of all timelines; None without copies."""
-    nbytes, seconds = _bytes_and_seconds(timelines, COPIES)
+    """Return the link that fits the copies to and from hosts; None without any."""
+    to_hosts = [timeline for timeline in timelines if timeline.graph.offload_to == "host"]
+    nbytes, seconds = _bytes_and_seconds(to_hosts, COPIES)
     if not len(nbytes):
         return None
     line = _fit_by_size(nbytes, seconds)

@@ -1,17 +1,16 @@
-"""Activations held for backwards: their number and bytes, and those that wait in host memory."""
+"""Activations held for backwards: their number and bytes, and those that wait in other memory."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipeexec.devices.device import Device
 from pipesim.errors import ExecutionError
 
 
@@ -131,14 +130,14 @@ def counted_tensors(
     return () if meter is None else tuple(CountedTensor(meter, x) for x in tensors)
 
 
-# Activations of a micro-batch that wait in host memory, from OFFLOAD to RELOAD.
+# Activations of a micro-batch that wait on the host or on a peer, from OFFLOAD to RELOAD.
 #
 # Autograd saves tensors for the backward. In a forward that will be offloaded, saved-tensor hooks
-# put each of them into a `_Slot`. OFFLOAD copies whole storages of slots and inputs to the host,
-# and RELOAD copies them back::
+# put each of them into a `_Slot`. OFFLOAD copies whole storages of slots and inputs there, and
+# RELOAD copies them back::
 #
 #     F        autograd -> slot -> tensor                storage on the device
-#     OFFLOAD  autograd -> slot                          copy on the host
+#     OFFLOAD  autograd -> slot                          copy in other memory
 #     RELOAD   autograd -> slot -> tensor                a new storage with the same bytes
 #
 # So backwards read the same bits, with the same shapes and strides. Parameters, buffers, tensors
@@ -161,9 +160,9 @@ def module_storages(module: nn.Module) -> set[int]:
 
 
 class _Slot:
-    """Place of one saved tensor, which may be in host memory.
+    """Place of one saved tensor, which may be in other memory.
 
-    The tensor has no graph; it is None while it is on the host, and so is what counts its bytes.
+    The tensor has no graph; it is None while it is there, and so is what counts its bytes.
     """
 
     __slots__ = ("__weakref__", "counted", "tensor", "version")
@@ -177,7 +176,7 @@ class _Slot:
 def _unpack(slot: _Slot) -> Tensor:
     """Return a saved tensor to the backward."""
     if slot.tensor is None:
-        raise ExecutionError("a backward needs activations that are on the host: no RELOAD ran")
+        raise ExecutionError("a backward needs activations that were offloaded: no RELOAD ran")
     if slot.tensor._version != slot.version:
         raise ExecutionError(
             "a tensor that a backward needs was changed in place after its forward had saved it; "
@@ -205,15 +204,18 @@ class _View(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """A storage on the host: its bytes, and the slots and leaves that need it."""
+    """The slots and leaves that need a storage which was moved."""
 
-    data: Tensor
     slots: tuple[tuple[weakref.ref[_Slot], _View], ...]
     leaves: tuple[tuple[int, _View], ...]
 
 
+#: Copies tensors to or from other memory.
+Copy = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
 class SavedActivations:
-    """Tensors that the forward of one micro-batch saved, some of which may be on the host.
+    """Tensors that the forward of one micro-batch saved, some of which may be in other memory.
 
     ``leaves`` are the inputs of the stage. Their storages may be moved too, but none at an address
     in ``kept``. The meter counts the bytes on the device.
@@ -226,6 +228,8 @@ class SavedActivations:
         self._counted_leaves = [None if meter is None else CountedTensor(meter, x) for x in leaves]
         self._slots: list[weakref.ref[_Slot]] = []
         self._moved: list[_Moved] = []
+        self._copies: Sequence[Tensor] = ()
+        self._counted_copies: tuple[CountedTensor, ...] = ()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context in which saved tensors go to slots."""
@@ -236,26 +240,32 @@ class SavedActivations:
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def offload(self, share: float, device: Device) -> tuple[Tensor, ...]:
-        """Copy whole storages to the host, largest first; return them, which nothing else holds.
+    def offload(
+        self, share: float, copy: Copy, meter: ActivationMeter | None = None
+    ) -> tuple[Tensor, ...]:
+        """Copy whole storages, largest first; return them, which nothing else holds.
 
         At most ``share`` of the bytes that can be moved are. The caller holds the result until the
-        current stream has copied it.
+        current stream has copied it. ``meter`` counts the copies.
         """
         holders = self._holders()
         sizes = {key: held[0].untyped_storage().nbytes() for key, (held, *_) in holders.items()}
         most, total, moved = share * sum(sizes.values()), 0, []
         for key in sorted(sizes, key=lambda key: -sizes[key]):  # of equal ones, the first saved
             if total + sizes[key] <= most:
-                moved.append(self._move(*holders[key], device))
+                moved.append(key)
                 total += sizes[key]
-        return tuple(moved)
+        data = tuple(_whole(holders[key][0][0]) for key in moved)
+        self._copies = copy(data)
+        self._counted_copies = counted_tensors(meter, self._copies)
+        for key in moved:
+            self._drop(*holders[key])
+        return data
 
-    def reload(self, device: Device) -> int:
+    def reload(self, copy: Copy) -> int:
         """Copy all storages back; return their bytes."""
-        total = 0
-        for moved in self._moved:
-            data = device.from_host(moved.data)
+        copies, total = copy(self._copies), 0
+        for moved, data in zip(self._moved, copies, strict=True):
             for reference, view in moved.slots:
                 if (slot := reference()) is not None:
                     slot.tensor = view.tensor(data)
@@ -266,8 +276,9 @@ class SavedActivations:
                 self.leaves[number].data = view.tensor(data)
                 if self.meter is not None:
                     self._counted_leaves[number] = CountedTensor(self.meter, self.leaves[number])
-            total += moved.data.nbytes
+            total += data.nbytes
         self._moved.clear()
+        self._copies = self._counted_copies = ()
         return total
 
     def _holders(self) -> dict[int, tuple[list[Tensor], list[_Slot], list[int]]]:
@@ -295,17 +306,8 @@ class SavedActivations:
                 of_leaves.append(number)
         return {key: held for key, held in holders.items() if key and key not in kept}
 
-    def _move(
-        self,
-        tensors: list[Tensor],
-        slots: list[_Slot],
-        leaves: list[int],
-        device: Device,
-    ) -> Tensor:
-        """Copy a storage to the host, drop all references to it, and return its bytes."""
-        one = tensors[0].detach()
-        data = one.as_strided((one.untyped_storage().nbytes() // one.itemsize,), (1,), 0)
-        copy = device.to_host(data)
+    def _drop(self, tensors: list[Tensor], slots: list[_Slot], leaves: list[int]) -> None:
+        """Drop all references to a storage that was copied."""
         of_slots = [
             (weakref.ref(x), _View.from_tensor(x.tensor)) for x in slots if x.tensor is not None
         ]
@@ -313,9 +315,13 @@ class SavedActivations:
         for slot in slots:
             slot.tensor = slot.counted = None
         for number in leaves:
-            self.leaves[number].data = torch.empty(
-                0, dtype=self.leaves[number].dtype, device=data.device
-            )
+            leaf = self.leaves[number]
+            leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             self._counted_leaves[number] = None
-        self._moved.append(_Moved(copy, tuple(of_slots), tuple(of_leaves)))
-        return data
+        self._moved.append(_Moved(tuple(of_slots), tuple(of_leaves)))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor's storage, without a graph."""
+    one = tensor.detach()
+    return one.as_strided((one.untyped_storage().nbytes() // one.itemsize,), (1,), 0)

@@ -13,12 +13,13 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
 
-from pipeexec.devices.device import Device, Values
+from pipeexec.devices.device import Values
 from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.nesting import Arguments
 from pipeexec.stages.activations import (
     ActivationCounter,
     ActivationMeter,
+    Copy,
     CountedTensor,
     SavedActivations,
     counted_tensors,
@@ -134,18 +135,27 @@ def run_backward(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def attach_meters(stages: Sequence[StageLike], meters: Sequence[ActivationMeter]) -> Iterator[None]:
-    """Let each stage count the bytes that it holds, in a block.
+def attach_meters(
+    stages: Sequence[StageLike],
+    meters: Sequence[ActivationMeter],
+    peer_meters: Sequence[ActivationMeter | None] = (),
+) -> Iterator[None]:
+    """Let each stage count the bytes that it holds, in a block; and those that its peer holds.
 
     A stage that is listed several times, for paths that share it, has the first of its meters.
     """
     try:
         for stage, meter in reversed([*zip(stages, meters, strict=True)]):
             stage.meter = meter
+        for stage, peer_meter in zip(stages, peer_meters, strict=False):
+            if isinstance(stage, Stage):
+                stage.peer_meter = peer_meter
         yield
     finally:
         for stage in stages:
             stage.meter = None
+            if isinstance(stage, Stage):
+                stage.peer_meter = None
 
 
 @dataclass
@@ -221,6 +231,8 @@ class Stage(ModuleCaller):
         #: Micro-batches that have an OFFLOAD; storages of the batch of a step, and of the module.
         self.offloaded: frozenset[int] = frozenset()
         self.batch_storages: set[int] = set()
+        #: Counts the bytes that a peer holds for the stage; None if they are not counted.
+        self.peer_meter: ActivationMeter | None = None
         self._module_storages: set[int] | None = None
 
     @property
@@ -440,19 +452,19 @@ class Stage(ModuleCaller):
         if self.ddp is not None:
             self.ddp.finish_microbatch(microbatch)
 
-    def offload(self, microbatch: int, share: float, device: Device) -> tuple[Tensor, ...]:
-        """Run OFFLOAD: move a share of what F keeps to the host, and return what was copied.
+    def offload(self, microbatch: int, share: float, copy: Copy) -> tuple[Tensor, ...]:
+        """Run OFFLOAD: move a share of what F keeps, and return what was copied.
 
         Of a micro-batch that will be recomputed, all of the input goes.
         """
         if microbatch in self._saved_inputs:
-            return self._saved_inputs[microbatch].offload(1.0, device)
-        return self._saved(microbatch).offload(share, device)
+            return self._saved_inputs[microbatch].offload(1.0, copy, self.peer_meter)
+        return self._saved(microbatch).offload(share, copy, self.peer_meter)
 
-    def reload(self, microbatch: int, device: Device) -> int:
-        """Run RELOAD: move what is on the host back, and return the bytes."""
+    def reload(self, microbatch: int, copy: Copy) -> int:
+        """Run RELOAD: move it back, and return the bytes."""
         saved = self._saved_inputs.get(microbatch) or self._saved(microbatch)
-        return saved.reload(device)
+        return saved.reload(copy)
 
     def _saved(self, microbatch: int) -> SavedActivations:
         saved = self._activations[microbatch].saved

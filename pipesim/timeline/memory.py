@@ -225,7 +225,7 @@ def held_bytes(timeline: Timeline) -> HeldBytes:
         moved = np.where(ends, -allocated[copies], released[copies])
         task, is_end = np.concatenate([task, copies]), np.concatenate([is_end, ends])
         device, change = np.concatenate([device, peers[copies]]), np.concatenate([change, moved])
-        order = _order_of_time(timeline, task, is_end, device)
+        order = order_of_time(timeline, task, is_end, device)
         task, is_end, device, change = task[order], is_end[order], device[order], change[order]
     table = row_bytes(graph, costs)
     temporary = table.workspace[table.row[task]]
@@ -258,11 +258,11 @@ def in_order_of_time(
     task = np.concatenate([start, end])
     is_end = np.repeat([False, True], [len(start), len(end)])
     owner = timeline.graph.device if owner is None else owner
-    order = _order_of_time(timeline, task, is_end, owner[task])
+    order = order_of_time(timeline, task, is_end, owner[task])
     return task[order], is_end[order]
 
 
-def _order_of_time(timeline: Timeline, task: Ints, is_end: NDArray[np.bool_], owner: Ints) -> Ints:
+def order_of_time(timeline: Timeline, task: Ints, is_end: NDArray[np.bool_], owner: Ints) -> Ints:
     """Return the order of `in_order_of_time`; ``owner`` has that of each start or end."""
     time = np.where(is_end, timeline.end[task], timeline.start[task])
     later = ~is_end | (timeline.end[task] <= timeline.start[task])

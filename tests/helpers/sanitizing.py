@@ -158,7 +158,7 @@ class Sanitizer(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = _tensors((*args, *kwargs.values()))
-        stream, target = self._streams(inputs, kwargs.get("device"))
+        stream, target = self._streams(inputs, kwargs.get("device"), func)
         has_no_kernel = func._schema.name == "aten::set_"
         is_factory = has_no_kernel or bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
         arguments = _Arguments(self)
@@ -201,7 +201,7 @@ class Sanitizer(TorchDispatchMode):
             self.races.append(f"{memory.made_by} on {owner}, {name} on {stream.number}")
 
     def _streams(
-        self, inputs: Sequence[torch.Tensor], device: Any
+        self, inputs: Sequence[torch.Tensor], device: Any, func: Any
     ) -> tuple[FakeStream, FakeStream]:
         """Return the stream on which an operator runs, and the one that owns its output.
 
@@ -209,8 +209,11 @@ class Sanitizer(TorchDispatchMode):
         that of its source, and each of the two waits for the other, before and after it.
         """
         owners = (self.memory(x).owner for x in inputs)
-        home = next((owner.device for owner in owners if owner is not None), None)
-        stream = self.cuda.current_stream(home)
+        homes = [owner.device for owner in owners if owner is not None]
+        if func is torch.ops.aten.copy_.default and len(homes) == 2:
+            target, source = map(self.cuda.current_stream, homes)
+            return source, target
+        stream = self.cuda.current_stream(homes[0] if homes else None)
         if device is None or device.index is None:
             return stream, stream
         return stream, self.cuda.current_stream(device)

@@ -86,8 +86,8 @@ UNATTACKED: dict[str, str] = {
     "px.profiling.Profile": _PLAIN,
     "px.projection.Projection": _PLAIN,
     **{f"px.devices.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
-        "abandon", "adopt", "await_link", "carry", "close", "from_host", "has_thread", "host",
-        "mark", "rejoin", "stream", "synchronize", "to_host", "wait_for_host")},
+        "abandon", "adopt", "await_link", "carry", "close", "from_host", "from_peer", "has_thread",
+        "host", "mark", "rejoin", "stream", "synchronize", "to_host", "to_peer", "wait_for_host")},
     "px.devices.Slice": "slices makes it",
     "px.Stages": "split makes it",
     "px.executor.StepResult": _PLAIN,

@@ -17,7 +17,7 @@ from torch import Tensor
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices import transfer
-from pipeexec.devices.device import Device, Values
+from pipeexec.devices.device import Values
 from pipeexec.devices.emulated_links import CycleTimer, EmulatedLinks, TimedMessage, make_timer
 from pipeexec.devices.gpu_kernels import load_kernels
 from pipeexec.devices.make_devices import CpuDevice
@@ -48,10 +48,6 @@ class Linked(CpuDevice):
     def __init__(self, index: int, links: EmulatedLinks) -> None:
         super().__init__(index)
         self.index, self.links = index, links
-
-    def carry(self, values: Values, target: Device) -> Values:
-        assert isinstance(target, Linked)
-        return self.links.carry(values, self.index, target.index)
 
     def await_link(self, values: Values) -> None:
         assert isinstance(values, TimedMessage)
@@ -87,6 +83,22 @@ def test_pure_latency_holds_nothing() -> None:
     assert [seconds for _, seconds in waits.requests] == [1e-5]
     EmulatedLinks(ps.Network(bandwidth=1e9), 2, waits).await_arrival(TimedMessage((), None, 0.0))
     assert len(waits.requests) == 1
+
+
+def test_copies_to_a_peer_hold_stream_and_link() -> None:
+    """For latency and bytes / bandwidth of all tensors together, in both directions."""
+    slow = ps.Network(3e-6, 2e9, links=[ps.Link(5e-6, 1e9, ((1, 0),))])
+    waits = Listed()
+    first, second = (Linked(k, EmulatedLinks(slow, 2, waits)) for k in range(2))
+    second.links = first.links
+    values = [torch.arange(100.0), torch.ones(25)]
+    copies = first.to_peer(values, second)
+    again = first.from_peer(copies, second)
+    for value, copy, back in zip(values, copies, again, strict=True):
+        assert torch.equal(value, back)
+        assert len({x.data_ptr() for x in (value, copy, back)}) == 3
+    start, later = waits.noted
+    assert waits.requests == [(start, 3e-6 + 500 / 2e9), (later, 5e-6 + 500 / 1e9)]
 
 
 def test_each_pair_has_its_own_link() -> None:

@@ -2,7 +2,8 @@
 
 `test_races.py` has schedules, replicas and `GPipe`; here are experts, offloaded activations, slices
 of sequences, norms of gradients, tied parameters, evaluations and loops of training, on slices of
-one GPU of the stand-in. Host threads are left out: the dispatch mode of the checks sees one thread.
+one GPU of the stand-in, or on GPUs. Host threads are left out: the dispatch mode of the checks sees
+one thread.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def training(pipeline: px.Pipeline, batches: Batches) -> None:
 
 def lowered(schedule: str = "1f1b", n_devices: int = 2, **options: Any) -> ps.TaskGraph:
     """Return a small graph."""
-    return ps.lower(ps.schedule(schedule, n_devices, K), **options)
+    return ps.lower(ps.schedule(schedule, n_devices, options.pop("m", K)), **options)
 
 
 def run(
@@ -88,12 +89,13 @@ def run(
     stages: Any = None,
     loss_fn: Any = mse,
     batches: Batches | None = None,
+    gpus: bool = False,
     **options: Any,
 ) -> None:
     """Use a pipeline of dense stages, or of others; it clips gradients if the graph has a norm."""
     options = {"max_grad_norm": 0.1 if (graph.op == Op.GRAD_NORM).any() else None} | options
     stages = stages or cut(dense(graph.n_stages, WIDTH), [1] * graph.n_stages)
-    devices = [FakeGpu() for _ in range(graph.n_devices)]
+    devices = [FakeGpu(k, k if gpus else None) for k in range(graph.n_devices)]
     with px.Pipeline(stages, graph, devices, loss_fn, sgd, **options) as pipeline:
         use(pipeline, batches or (lambda seed: data(SAMPLES, WIDTH, seed)))
 
@@ -150,6 +152,7 @@ def offload(
     *,
     share: Any = "all",
     saves_output: bool = False,
+    gpus: bool = False,
     **options: Any,
 ) -> None:
     """Offload activations; if a stage saves its output, two devices offload one tensor."""
@@ -160,7 +163,7 @@ def offload(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), end())
         for _ in range(graph.n_stages)
     ]
-    run(graph, use, stages)
+    run(graph, use, stages, gpus=gpus)
 
 
 def slices(schedule: str = "seq1f1b", use: Use = steps, **options: Any) -> None:
@@ -223,6 +226,16 @@ CASES: dict[str, Callable[[], None]] = {
     "offload, scaled, clipped": lambda: scaled(lowered(grad_norm=True, offload="all")),
     "offload, tied, clipped": partial(tied, "gpipe", grad_norm=True, offload="all"),
     "offload, slices": partial(slices, offload="all"),
+    "offload, peer": partial(offload, "1f1b", 2, offload_to="peer", m=6, prefetch=0),
+    "offload, peer, gpus": partial(
+        offload, "1f1b", 2, offload_to="peer", m=6, prefetch=0, gpus=True
+    ),
+    "offload, peer, gpus, no overlap": partial(
+        offload, "gpipe", 3, offload_to="peer", gpus=True, overlap=False
+    ),
+    "offload, peer, gpus, saved outputs": partial(
+        offload, "1f1b", 4, offload_to="peer", gpus=True, saves_output=True, prefetch=0
+    ),
     "slices": slices,
     "slices, slimpipe": partial(slices, "slimpipe"),
     "slices, recompute": partial(slices, recompute="always"),
@@ -356,12 +369,20 @@ MISTAKES: dict[str, tuple[Mistake, str, str, str]] = {
     "RELOAD before OFFLOAD": (no_wait("reload", "offload"), "offload, gpipe", "races", "copy_"),
     "B before RELOAD": (no_wait("compute", "reload"), "offload, gpipe", "races", "copy_"),
     "RELOAD into memory in use": (
-        no_wait("reload", "compute"), "offload, gpipe", "races", "empty_like"),
+        no_wait("reload", "compute"), "offload, gpipe", "races", "empty"),
     "memory is taken before OFFLOAD": (
         no_wait("compute", "offload"), "offload, gpipe", "freed", "copy_"),
     "OFFLOAD frees at once": (freed_by_offload, "offload, gpipe", "freed", "copy_"),
     "OFFLOAD of a message frees at once": (
         freed_by_offload, "offload, 1f1b, saved outputs", "freed", "tanh"),
+    "OFFLOAD into memory of a peer that is in use": (
+        no_wait("offload", "held copies"), "offload, peer", "races", "empty"),
+    "a peer's memory is taken before RELOAD": (
+        no_wait("held copies", "reload"), "offload, peer", "freed", "empty"),
+    "memory of another GPU is taken before RELOAD": (
+        no_wait("held copies", "reload"), "offload, peer, gpus", "freed", "empty"),
+    "RELOAD from another GPU before OFFLOAD": (
+        no_wait("reload", "offload"), "offload, peer, gpus", "races", "copy_"),
     "GRAD_NORM without the others": (no_wait("compute", "compute"), "clipped", "races", "clamp"),
     "GRAD_NORM before a reduction": (
         no_wait("compute", "collective"), "clipped, replicas, every", "races",

@@ -1,9 +1,10 @@
-"""Steps whose activations wait in host memory: gradients, bytes, memory and bad input."""
+"""Steps whose activations wait on the host or on a peer: gradients, bytes, memory, bad input."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from fake_allocator import CountedGpu, FakeAllocator
 from fake_cuda import FakeCuda, FakeGpu
 from ranks import Ranks
+from small_pipelines import assert_same, cut, data, dense, unsplit
 from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.make_devices import CpuDevice
+from pipeexec.devices.device import RemoteDevice
 from pipeexec.distributed import Processes
 from pipeexec.executor.offload import Offload, OffloadWaits
 from pipeexec.stages import stage as stage_module
@@ -164,9 +166,33 @@ def test_memory_is_as_predicted(schedule: str, offload: Any) -> None:
     assert (predicted.memory.peak <= ps.simulate(plain, costs).memory.peak).all()
 
 
-def test_peers_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="simulated, not run"):
-        run("1f1b", offload="all", offload_to="peer")
+def test_a_peer_holds_activations() -> None:
+    """BPipe: device 0 holds 3 micro-batches in place of 4; device 3 the others, two at most.
+
+    Loss and gradients are those of the unsplit model, and bytes those of the simulation.
+    """
+    schedule, (x, y) = ps.schedule("1f1b", 4, 8), data(32)
+    costs = ps.Costs(1, 2, network=ps.Network(bandwidth=1e30))
+    peaks = []
+    for offload in ("none", "above:3"):
+        graph = ps.lower(schedule, offload=offload, offload_to="peer", step="none")
+        stages, whole = cut(dense(4), [1] * 4), cut(dense(4), [1] * 4)
+        loss = unsplit(whole, graph, x, y)
+        with px.Pipeline(stages, graph, ["cpu"] * 4, mse) as pipeline:
+            result = pipeline.step(x, y)
+            memory = pipeline.memory(x, y)
+        assert torch.equal(result.loss, loss)
+        assert_same(stages, whole)
+        if offload == "none":
+            costs = replace(costs, activation_bytes=tuple(memory.peak_activations / [4, 3, 2, 1]))
+        else:
+            assert result.timeline.complete
+            moved = np.unique(result.timeline.nbytes[graph.is_op(COPIES)])
+            costs = replace(costs, offload_bytes=(*moved, 0, 0, 0))
+        predicted = ps.simulate(graph, costs)
+        assert memory.at(predicted).peak_activations.tolist() == predicted.memory.peak.tolist()
+        peaks.append(predicted.memory.peak)
+    assert ((peaks[1] - peaks[0]) / moved).tolist() == [-1, 0, 0, 2]
 
 
 def test_profiles_of_several_shares_are_refused() -> None:
@@ -178,6 +204,26 @@ def test_profiles_of_several_shares_are_refused() -> None:
         px.measure(pipeline, *batch(), n_steps=1, warm_up=0, graphs=graphs)
 
 
+def test_peers_of_other_processes_are_refused() -> None:
+    """By every process, whichever has the devices."""
+    graph = ps.lower(ps.schedule("gpipe", 4, 4), offload={1: "all"}, offload_to="peer")
+    local, other, third = FakeGpu(), RemoteDevice("rank 1: cpu:0", 1), RemoteDevice("", 2)
+    for devices in (
+        [local] * 2 + [other] * 2,
+        [other, local, other, other],
+        [other] * 2 + [third] * 2,
+    ):
+        model: Any = SimpleNamespace(devices=devices)
+        with pytest.raises(ArgumentError, match="device 1 to device 2 of another process"):
+            Offload().check(graph, model)
+    model = SimpleNamespace(devices=[other, local, local, other])
+    Offload().check(graph, model)
+
+
+def clones(data: Sequence[Tensor]) -> list[Tensor]:
+    return [x.clone() for x in data]
+
+
 @pytest.mark.parametrize(
     ("share", "sizes"),
     [(0.0, []), (0.5, [5, 1]), (0.6, [5, 2]), (0.75, [5, 4]), (1.0, [5, 4, 2, 1])],
@@ -185,36 +231,33 @@ def test_profiles_of_several_shares_are_refused() -> None:
 def test_the_largest_storages_that_fit_move_first(share: float, sizes: list[int]) -> None:
     """Of 12 values, at most the share of them; all come back with their bytes counted."""
     leaves = [torch.full((n,), float(n)) for n in (1, 4, 2, 5)]
-    device: Any = SimpleNamespace(to_host=Tensor.clone, from_host=Tensor.clone)
     saved = SavedActivations(leaves, None, set())
-    moved = saved.offload(share, device)
+    moved = saved.offload(share, clones)
     assert [len(x) for x in moved] == sizes
     assert [len(x) for x in leaves] == [0 if n in sizes else n for n in (1, 4, 2, 5)]
-    assert saved.reload(device) == 4 * sum(sizes)
+    assert saved.reload(clones) == 4 * sum(sizes)
     assert [x.tolist() for x in leaves] == [[float(n)] * n for n in (1, 4, 2, 5)]
 
 
 def test_storages_are_freed_while_they_are_away() -> None:
     """Slots and leaves hold no tensor between OFFLOAD and RELOAD, and the old bits afterwards."""
-    device = CpuDevice(0)
     x = torch.randn(4, 3)[:, :2]  # a view with an offset between rows
     (leaf,) = (x.detach().requires_grad_(),)
     saved = SavedActivations([leaf], None, set())
     with saved.hooks():
         z = (leaf * leaf).exp().sum()
     before, address = leaf.detach().clone(), weakref.ref(leaf.untyped_storage())
-    moved = sum(data.nbytes for data in saved.offload(1.0, device))
+    moved = sum(data.nbytes for data in saved.offload(1.0, clones))
     assert moved == 4 * 3 * 4 + 4 * 2 * 4  # the storage of x, and the exponentials
     del x, address
     assert leaf.numel() == 0
     with pytest.raises(Exception, match="no RELOAD ran"):
         z.backward(retain_graph=True)
-    assert saved.reload(device) == moved
+    assert saved.reload(clones) == moved
     assert torch.equal(leaf, before)
     assert leaf.stride() == (3, 1)
     z.backward()
     assert torch.equal(leaf.grad, 2 * before * (before * before).exp())
-    device.close()
 
 
 def test_tensors_changed_in_place_are_refused() -> None:
@@ -324,14 +367,20 @@ def test_memory_of_a_gpu_is_used_again() -> None:
     assert taken_bytes("all") < 0.5 * taken_bytes("none")
 
 
-def test_on_streams_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("offload_to", ["host", "peer"])
+@pytest.mark.parametrize("gpus", [[None] * 3, range(3)], ids=["slices", "gpus"])
+def test_on_streams_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: Sequence[int | None], offload_to: str
+) -> None:
     """With a stand-in for CUDA: values are equal, and copies keep no memory by themselves."""
     cuda = FakeCuda()
     plain = run()
     cuda.install(monkeypatch)
-    run(devices=[FakeGpu(k) for k in range(3)])
+    devices = [FakeGpu(k, gpu) for k, gpu in enumerate(gpus)]
+    run(devices=devices)
     kept = len(cuda.calls("keep"))
-    assert_equal(plain, run(devices=[FakeGpu(k) for k in range(3)], offload="all"))
+    devices = [FakeGpu(k, gpu) for k, gpu in enumerate(gpus)]
+    assert_equal(plain, run(devices=devices, offload="all", offload_to=offload_to))
     assert len(cuda.calls("keep")) == 2 * kept
 
 
@@ -385,7 +434,7 @@ def test_cuda_graphs_are_refused() -> None:
     graph = ps.lower(ps.schedule("gpipe", 1, 4), offload="all")
     device = FakeGpu(0)
     device.torch_device = torch.device("cuda", 0)
-    with pytest.raises(ArgumentError, match="host memory of offloaded"):
+    with pytest.raises(ArgumentError, match="memory of offloaded"):
         check_can_capture(graph, [device], [None])
 
 
