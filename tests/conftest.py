@@ -234,6 +234,15 @@ def few_messages() -> Iterator[None]:
 
 
 @pytest.fixture
+def empty_figures() -> Iterator[None]:
+    """Let figures be saved as empty files."""
+    import empty_figures as helper
+
+    with helper.empty_figures():
+        yield
+
+
+@pytest.fixture
 def gpu_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Return the script of ``make gpu`` as a module."""
     benchmarks = BENCHMARKS

@@ -187,6 +187,7 @@ def _serve(folder: Path, timeout: float) -> None:
     import faulthandler
     import traceback
 
+    from empty_figures import empty_figures
     from few_messages import few_messages
 
     import pipeexec as px
@@ -199,7 +200,7 @@ def _serve(folder: Path, timeout: float) -> None:
         number, module, name, options = json.loads(line)
         answer: dict[str, Any] = {}
         try:
-            with few_messages():
+            with few_messages(), empty_figures():
                 case = getattr(importlib.import_module(module), name)
                 answer["value"] = case(processes, **options)
         except Exception:

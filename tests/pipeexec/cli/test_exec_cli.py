@@ -27,6 +27,8 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+pytestmark = pytest.mark.usefixtures("empty_figures")
+
 SIZES = "--layers 4 --width 16 --heads 2 --sequence 8"
 SMALL = words("--layers 2 --width 16 --heads 2 --sequence 8 --microbatches 2 --batch 5 --steps 2")
 

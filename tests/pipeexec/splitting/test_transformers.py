@@ -73,8 +73,9 @@ def test_a_stage_alone_has_the_weights_of_the_model(name):
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(name, schedule) for name in MODELS for schedule in SCHEDULES
-     if schedule == "interleaved_1f1b" or (name == "gpt2" and (EVERY_CASE or schedule == "zb_h1"))
+    [(name, schedule) for k, name in enumerate(MODELS) for schedule in SCHEDULES
+     if (schedule == "interleaved_1f1b" and (EVERY_CASE or k % 2))
+     or (name == "gpt2" and (EVERY_CASE or schedule == "zb_h1"))
      ] + [("t5", "zbv")],
 )  # fmt: skip
 def test_a_step_trains_as_the_model_does(name, schedule):

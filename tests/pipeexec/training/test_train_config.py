@@ -22,6 +22,8 @@ from pipeexec.training import TrainingRun
 from pipeexec.training import train as interrupts
 from pipeexec.training.batch_source import TextBatches, text_files
 
+pytestmark = pytest.mark.usefixtures("empty_figures")
+
 CONFIG = """
 [model]
 name = "gpt"

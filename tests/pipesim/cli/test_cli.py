@@ -383,8 +383,13 @@ def test_csv_of_a_comparison_is_in_seconds(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
-@pytest.mark.parametrize("command", [["simulate", "1f1b"], ["compare", "gpipe", "1f1b"]])
+@pytest.mark.parametrize(
+    ("command", "suffix", "magic"),
+    [
+        (["simulate", "1f1b"], "png", b"\x89PNG"),
+        (["compare", "gpipe", "1f1b"], "pdf", b"%PDF"),
+    ],
+)
 def test_plot_is_written(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
+from case_choice import covering
 from every_order import all_orders
 
 import pipesim as ps
@@ -55,22 +57,23 @@ def values(placement, m, split, costs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("whole", [True, False])
-def test_bound_and_order_are_those_of_brute_force(case, whole):
+@pytest.mark.parametrize(
+    ("case", "whole", "number"), covering(product(CASES, [True, False], range(3)))
+)
+def test_bound_and_order_are_those_of_brute_force(case, whole, number):
     """With STEPs that are longer than all else, the search's own bound is below each order."""
     placement, m, split = CASES[case]
-    for seed, step in ((0, 0.0), (1, 0.5), (2, 100.0)):
-        costs = step_costs(seed, placement.n_stages, split, whole=whole, step=step)
-        problem = order_problem(placement, m, costs)
-        for objective, best in values(placement, m, split, costs).items():
-            effort = Effort(30.0, 2000, 0)
-            search = OrderSearch(placement, costs, None, objective, effort, lambda _: None, problem)
-            search.run()
-            assert search.lower_bound <= best * (1.0 + 1e-12)
-            assert search.best.value == pytest.approx(best, rel=1e-9)
-            if whole or objective == "makespan":  # spans are rounded coarsely
-                assert search.is_done
+    step = (0.0, 0.5, 100.0)[number]
+    costs = step_costs(number, placement.n_stages, split, whole=whole, step=step)
+    problem = order_problem(placement, m, costs)
+    for objective, best in values(placement, m, split, costs).items():
+        effort = Effort(30.0, 2000, 0)
+        search = OrderSearch(placement, costs, None, objective, effort, lambda _: None, problem)
+        search.run()
+        assert search.lower_bound <= best * (1.0 + 1e-12)
+        assert search.best.value == pytest.approx(best, rel=1e-9)
+        if whole or objective == "makespan":  # spans are rounded coarsely
+            assert search.is_done
 
 
 def test_bound_above_an_order_is_an_error():

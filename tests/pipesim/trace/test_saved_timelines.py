@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from case_choice import covering
 from hypothesis import given
 from same_timelines import KINDS, same, timeline_of_kind
 from strategies import cases
@@ -20,8 +22,9 @@ from pipesim.trace.chrome_json import SAVED, SIGNATURE, signed
 from pipesim.utils.texts import CHECKSUM, checksum
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "failed"])
-@pytest.mark.parametrize("ending", [".json", ".json.gz"])
+@pytest.mark.parametrize(
+    ("kind", "ending"), covering(product([*KINDS, "failed"], [".json", ".json.gz"]))
+)
 def test_round_trip_of_each_kind(kind: str, ending: str, tmp_path: Path) -> None:
     timeline = timeline_of_kind(kind)
     path = tmp_path / f"trace{ending}"

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_messages")
+@pytest.mark.usefixtures("few_messages", "empty_figures")
 def test_a_dry_run_runs_every_step(
     gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
