@@ -6,7 +6,7 @@ fails a check:
 
 - at most 40 lines, a docstring with a title, public imports alone, and less than 10 s;
 - exactly one figure, as wide as one or two columns;
-- text of at least 6 points, and within the figure;
+- text of at least 6 points, of 5 in boxes, and within the figure;
 - fonts of type 42 in the PDF;
 - curves of one axes differ in dashes, marker or lightness.
 
@@ -42,6 +42,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from pipesim import plot
+from pipesim.plot.figure_style import SMALLEST_TEXT
 from pipesim.plot.fitting_labels import BoxLabels
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,9 +114,8 @@ def _problems_of_texts(figure: Figure) -> Iterator[str]:
             yield f"texts {one.get_text()!r} and {other.get_text()!r} overlap"
     for labels in figure.findobj(BoxLabels):
         assert isinstance(labels, BoxLabels)
-        fitting, size = labels.fitting()
-        if len(fitting) and size < POINTS:
-            yield f"texts in boxes have {size:.1f} points"
+        if len((fitting := labels.fitting()).indices) and fitting.size < SMALLEST_TEXT:
+            yield f"texts in boxes have {fitting.size:.1f} points"
 
 
 def _hidden_labels(figure: Figure) -> set[Text]:

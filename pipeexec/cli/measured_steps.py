@@ -70,7 +70,7 @@ class MeasuredSteps:
         ``run.json``, ``timeline.csv`` (the median step), ``timeline.png`` and ``.pdf``; with a
         prediction ``predicted.csv``, ``costs.json``, ``overlay.png`` and ``.pdf``.
         """
-        from pipesim.plot.paper_figure import figure_with_axes, save
+        from pipesim.plot.paper_figure import figure_with_axes, ignore_small_boxes, save
         from pipesim.plot.timelines import overlay, rows
         from pipesim.utils.packages import Figure
 
@@ -87,15 +87,16 @@ class MeasuredSteps:
             # Not a figure of pyplot, which would have to be closed.
             figure, ax = figure_with_axes(Figure, None, height)
             self.measured.plot(ax=ax)
-            save(figure, to / "timeline.png", to / "timeline.pdf")
+            with ignore_small_boxes():
+                save(figure, to / "timeline.png", to / "timeline.pdf")
             if self.predicted is None:
                 return
             self.predicted.save(to / "predicted.csv")
             if self.predicted.costs is not None:
                 self.predicted.costs.save(to / "costs.json")
             figure = overlay({self.measured.name: Comparison(self.predicted, self.measured)})
-            for suffix in ("png", "pdf"):
-                save(figure, to / f"overlay.{suffix}")
+            with ignore_small_boxes():
+                save(figure, to / "overlay.png", to / "overlay.pdf")
 
 
 def measure_steps(

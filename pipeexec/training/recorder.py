@@ -307,19 +307,21 @@ def check_first_batch(pipeline: Pipeline, inputs: Any) -> None:
 
 def save_step(measured: Timeline, predicted: Timeline | None, directory: Path, step: int) -> None:
     """Write ``timeline.csv`` of a step, and its picture, over the prediction if there is one."""
-    from pipesim.plot.paper_figure import figure_with_axes, save
+    from pipesim.plot.paper_figure import figure_with_axes, ignore_small_boxes, save
     from pipesim.plot.timelines import overlay, rows
     from pipesim.utils.packages import Figure
 
     folder = step_folder(directory, step)
     measured.save(folder / "timeline.csv")
     if predicted is not None:
-        save(overlay({measured.name: Comparison(predicted, measured)}), folder / "overlay.png")
+        with ignore_small_boxes():
+            save(overlay({measured.name: Comparison(predicted, measured)}), folder / "overlay.png")
         return
     # Not a figure of pyplot, which would have to be closed.
     figure, ax = figure_with_axes(Figure, None, rows(measured.graph, transfers=False))
     measured.plot(ax=ax)
-    save(figure, folder / "timeline.png")
+    with ignore_small_boxes():
+        save(figure, folder / "timeline.png")
 
 
 class ProgressBar:

@@ -421,7 +421,7 @@ def _write_shared_files(
     validation: Validation, folder: Path, *, figures: bool, transfers: bool
 ) -> None:
     """Write the files of a run that all rows share."""
-    from pipesim.plot.paper_figure import save
+    from pipesim.plot.paper_figure import ignore_small_boxes, save
 
     validation.costs.save(folder / "costs.json")
     validation.table.to_csv(folder / "table.csv")
@@ -430,7 +430,8 @@ def _write_shared_files(
         save_profile(folder, profile.table, profile.transfers, profile.fits, figures=figures)
     if figures:
         figure = validation.figure(transfers=transfers)
-        save(figure, *(folder / f"overlay.{suffix}" for suffix in ("png", "pdf")))
+        with ignore_small_boxes():
+            save(figure, folder / "overlay.png", folder / "overlay.pdf")
 
 
 def _read_row(

@@ -21,6 +21,7 @@ def _bubble(p: int, m: int) -> float:
 
 @register(
     "chimera",
+    label="Chimera",
     summary="two 1F1B pipelines in opposite directions, each in the other's bubbles",
     source="Chimera, arXiv 2107.06925",
     bubble=ClosedForm(

@@ -123,6 +123,7 @@ def _v_half_idle(p: int, m: int) -> int:
 
 @register(
     "v_min",
+    label="V-Min",
     summary="V-shaped; a third of 1F1B's activations",
     source=_SOURCE,
     bubble=ClosedForm(
@@ -161,6 +162,7 @@ def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sc
 
 @register(
     "v_half",
+    label="V-Half",
     summary="V-shaped; half of 1F1B's activations",
     source=_SOURCE,
     bubble=ClosedForm(

@@ -25,6 +25,7 @@ from pipesim.scheduling.schedule import Schedule
 
 @register(
     "dualpipe",
+    label="DualPipe",
     summary="two directions at once, F overlapped with B, weight gradients where bubbles would be",
     source="DeepSeek-V3, arXiv 2412.19437",
     bubble=ClosedForm(
@@ -93,6 +94,7 @@ def dualpipe(n_devices: int, n_microbatches: int) -> Schedule:
 
 @register(
     "dualpipev",
+    label="DualPipeV",
     summary="DualPipe folded into a V: F and B of two micro-batches hide each other's messages",
     source="github.com/deepseek-ai/DualPipe; DualPipe: DeepSeek-V3, arXiv 2412.19437, 3.2.1",
     bubble=ClosedForm(

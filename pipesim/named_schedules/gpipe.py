@@ -14,6 +14,7 @@ from pipesim.scheduling.schedule import Schedule
 
 @register(
     "gpipe",
+    label="GPipe",
     summary="all forwards, then all backwards",
     source="GPipe, arXiv 1811.06965",
     bubble=ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1)),

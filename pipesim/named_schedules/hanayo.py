@@ -26,6 +26,7 @@ def _bubble(p: int, m: int, n_waves: int = 1) -> float:
 
 @register(
     "hanayo",
+    label="Hanayo",
     summary="1F1B in w waves down and up the devices: small bubbles, and one set of weights",
     source="Hanayo, arXiv 2308.15762",
     bubble=ClosedForm(

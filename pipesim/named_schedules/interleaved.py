@@ -83,6 +83,7 @@ def _takes_groups(p: int, m: int, group_size: int | None = None) -> bool:
 
 @register(
     "interleaved_1f1b",
+    label="interleaved 1F1B",
     summary="1F1B over v chunks a device: a bubble v times smaller, v times the messages",
     source="Megatron-LM, arXiv 2104.04473, section 2.2",
     bubble=ClosedForm(
@@ -155,6 +156,7 @@ def interleaved_1f1b(
 
 @register(
     "interleaved_zb",
+    label="interleaved ZB",
     summary="interleaved 1F1B whose weight gradients fill the bubble",
     source="Zero Bubble, arXiv 2401.10241; torch.distributed.pipelining, InterleavedZeroBubble",
     bubble=ClosedForm("x/(3vm+x), x = p-1 + v max(0, p-m) + (v-1)max(0, p-2m)", _split_bubble),
@@ -194,6 +196,7 @@ def _group_activations(p: int, m: int, n_chunks: int = 2, group_size: int | None
 
 @register(
     "gis",
+    label="GIS",
     summary="interleaved 1F1B with W right after I, in groups of g micro-batches",
     source="PipeOffload, arXiv 2503.01328, table 1",
     bubble=ClosedForm("x/(3vm+x), x = 2(p-1) + (v-1)(p-g)", _group_bubble),
@@ -240,6 +243,7 @@ def gis(
 
 @register(
     "gis_h",
+    label="GIS-H",
     summary="GIS in groups of p/2 micro-batches: about half of the activations of 1F1B",
     source="PipeOffload, arXiv 2503.01328, table 1",
     bubble=ClosedForm(
@@ -293,6 +297,7 @@ def _in_groups(name: str, p: int, m: int, n_chunks: int, group_size: int) -> Sch
 
 @register(
     "looped_bfs",
+    label="looped BFS",
     summary="GPipe over v chunks a device: all micro-batches through one, then the next",
     source="Breadth-first pipeline parallelism, arXiv 2211.05953",
     bubble=ClosedForm("x/(vm+x), x = max(p-1, v(p-m)+m-1)", _looped_bubble),

@@ -14,6 +14,7 @@ from pipesim.scheduling.schedule import Schedule
 
 @register(
     "naive",
+    label="naive",
     summary="one micro-batch after the other: one device works at a time",
     source="GPipe, arXiv 1811.06965, figure 2b",
     bubble=ClosedForm("(p-1)/p", lambda p, m: (p - 1) / p),

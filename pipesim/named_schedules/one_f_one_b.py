@@ -30,6 +30,7 @@ def _own_bubble(
 
 @register(
     "1f1b",
+    label="1F1B",
     summary="one forward, one backward: as few activations as the depth needs",
     source="PipeDream-flush, arXiv 2006.09503",
     bubble=ClosedForm(
@@ -114,6 +115,7 @@ def one_f_one_b(
 
 @register(
     "eager_1f1b",
+    label="eager 1F1B",
     summary="1F1B with twice the warm-up: hides communication, at the price of memory",
     source="Zhuang et al., arXiv 2211.05322; DAPPLE, arXiv 2007.01045, policy B",
     bubble=_BUBBLE,

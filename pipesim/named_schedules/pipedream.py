@@ -17,6 +17,7 @@ _ACTIVATIONS = ClosedForm("min(p, m)", lambda p, m: min(p, m))
 
 @register(
     "pipedream",
+    label="PipeDream",
     summary="1F1B without a flush: every micro-batch a mini-batch, weights kept for its backward",
     source="PipeDream, arXiv 1806.03377",
     bubble=_BUBBLE,
@@ -58,6 +59,7 @@ def _suits(p: int, m: int, n_batches: int | None = None) -> bool:
 
 @register(
     "pipedream_2bw",
+    label="PipeDream-2BW",
     summary="1F1B without a flush between mini-batches; weights double-buffered",
     source="PipeDream-2BW, arXiv 2006.09503",
     bubble=_BUBBLE,

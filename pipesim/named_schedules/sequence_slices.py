@@ -31,6 +31,7 @@ def _is_whole_and_deep(p: int, m: int, n_slices: int | None = None) -> bool:
 
 @register(
     "seq1f1b",
+    label="Seq1F1B",
     summary="1F1B over slices of sequences (n_slices): less bubble and memory for long sequences",
     source="Seq1F1B, arXiv 2406.03488",
     bubble=ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1), "slices of equal cost"),
@@ -74,6 +75,7 @@ def seq1f1b(n_devices: int, n_microbatches: int, n_slices: int = 2) -> Schedule:
 
 @register(
     "slimpipe",
+    label="SlimPipe",
     summary="slices of sequences over v chunks a device: activations of about one sequence",
     source="SlimPipe, arXiv 2504.14519",
     bubble=ClosedForm(

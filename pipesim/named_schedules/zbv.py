@@ -27,6 +27,7 @@ def _bubble(p: int, m: int) -> float:
 
 @register(
     "zbv",
+    label="ZB-V",
     summary="split backwards on stages in V shape: the idle time of ZB-H2, the memory of 1F1B",
     source="arXiv 2405.15362; Zero Bubble, arXiv 2401.10241, section 6",
     bubble=ClosedForm("x/(6m+x), x = max(p-1, 2(2p-1-m))", _bubble),

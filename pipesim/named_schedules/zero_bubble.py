@@ -22,6 +22,7 @@ def _h2_bubble(p: int, m: int) -> float:
 
 @register(
     "zb_h1",
+    label="ZB-H1",
     summary="1F1B with split backwards: a third of its bubble, in its memory",
     source="Zero Bubble, arXiv 2401.10241, section 2.1",
     bubble=ClosedForm("x/(3m+x), x = max(p-1, 2p-1-m)", _h1_bubble),
@@ -46,6 +47,7 @@ def zb_h1(n_devices: int, n_microbatches: int) -> Schedule:
 
 @register(
     "zb_h2",
+    label="ZB-H2",
     summary="ZB-H1 with twice the warm-up: devices idle only before and after their work",
     source="Zero Bubble, arXiv 2401.10241, section 2.2",
     bubble=ClosedForm("x/(3m+x), x = max(p-1, 2(p-1) - m // 2)", _h2_bubble),

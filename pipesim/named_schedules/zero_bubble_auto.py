@@ -213,6 +213,7 @@ _BUBBLE = ClosedForm("1 - 3m/max(3m+p-1, 2m+2p-1)", _bubble)
 
 @register(
     "zb_1p",
+    label="ZB-1p",
     summary="automatic zero-bubble schedule in the memory of 1F1B",
     source=_SOURCE,
     bubble=_BUBBLE,
@@ -271,6 +272,7 @@ def zb_1p(
 
 @register(
     "zb_2p",
+    label="ZB-2p",
     summary="automatic zero-bubble schedule in twice the memory of 1F1B",
     source=_SOURCE,
     bubble=_BUBBLE,

@@ -19,7 +19,7 @@ from pipesim.plot.autograd_layout import CUT, HEIGHT, WIDTH, AutogradLayout
 from pipesim.plot.figure_style import text_points
 from pipesim.plot.fitting_labels import NodeTexts
 from pipesim.plot.palette import INK, UNFINISHED, device_colours, text_colours
-from pipesim.plot.paper_figure import add_legend, set_title
+from pipesim.plot.paper_figure import LegendPlace, add_legend, set_title
 
 #: Nodes of torchgpipe that compute nothing: they copy, wait, or order others.
 PALE = frozenset({"Copy", "Wait", "Fork", "Join"})
@@ -33,7 +33,11 @@ HEAD = 5.0
 
 
 def draw(
-    ax: Axes, graph: AutogradGraph, layout: AutogradLayout, legend: bool, title: str | None
+    ax: Axes,
+    graph: AutogradGraph,
+    layout: AutogradLayout,
+    legend: bool | LegendPlace,
+    title: str | None,
 ) -> Axes:
     """Draw a graph into axes, whose limits are set."""
     edge = 0.9 if layout.is_folded else 0.5
@@ -46,11 +50,9 @@ def draw(
     ax.set_xticks(list(layout.blocks), list(layout.blocks.values()))
     _draw_arrows(ax, layout)
     handles = _draw_boxes(ax, graph, layout)
-    height = 0.0
-    if legend and handles:
-        height = add_legend(ax, list(handles.values()), list(handles))
+    above = add_legend(ax, list(handles.values()), list(handles), legend)
     numbers = "numbers: order of the engine" if graph.order else "no backward has run it yet"
-    set_title(ax, title or "", f"{len(graph)} nodes; {numbers}", height=height)
+    set_title(ax, title or "", f"{len(graph)} nodes; {numbers}", height=above)
     return ax
 
 

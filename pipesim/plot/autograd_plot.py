@@ -14,7 +14,7 @@ from pipesim.graph.autograd_graph import AutogradGraph
 from pipesim.plot.autograd_layout import CUT, HEIGHT, WIDTH, AutogradLayout, lay_out
 from pipesim.plot.html_tables import figure_html, note_html, table_html
 from pipesim.plot.page.save import page_path
-from pipesim.plot.paper_figure import axes_or_new, figure_with_axes
+from pipesim.plot.paper_figure import LegendPlace, axes_or_new, figure_with_axes
 from pipesim.utils.checks import checked
 from pipesim.utils.files import write_text
 
@@ -35,7 +35,7 @@ def autograd_graph(
     graph: AutogradGraph,
     *,
     ax: Axes | None = None,
-    legend: bool = True,
+    legend: bool | LegendPlace = True,
     title: str | None = None,
 ) -> Axes:
     """Draw an autograd graph: a lane a micro-batch, partitions by colour.
@@ -157,7 +157,7 @@ def autograd_graph_to_html(
 
 
 def _draw_new(
-    graph: AutogradGraph, make: Callable[..., Figure], legend: bool, title: str | None
+    graph: AutogradGraph, make: Callable[..., Figure], legend: bool | LegendPlace, title: str | None
 ) -> Axes:
     """Draw into axes of a figure that ``make`` makes, as large as the texts of the graph need."""
     from pipesim.plot.autograd_figure import draw

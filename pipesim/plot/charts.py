@@ -12,10 +12,11 @@ from pipesim.analysis.idle import CAUSES, idle_by_cause
 from pipesim.analysis.idle_gaps import Cause
 from pipesim.errors import ArgumentError, check_list, check_name, check_numbers, number
 from pipesim.ops import Op
-from pipesim.plot.figure_style import current_style, text_points
+from pipesim.plot.figure_style import Inches, current_style, shown_name, text_points
 from pipesim.plot.palette import INK, rgb, text_colours
 from pipesim.plot.paper_figure import (
     GREY,
+    LegendPlace,
     add_legend,
     axes_or_new,
     axes_size,
@@ -45,7 +46,14 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (1.5, 1)), (0, (5, 1, 1, 1))
 
 
 @checked
-def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = None) -> Axes:
+def memory(
+    timeline: Timeline,
+    *,
+    ax: Axes | None = None,
+    legend: bool | LegendPlace = "right",
+    height: Inches | None = None,
+    unit: str | None = None,
+) -> Axes:
     """Draw the bytes that each device holds over time; later devices are lighter.
 
     Where the costs give no bytes, the axes say so.
@@ -54,7 +62,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
     ----------
     timeline
         A timeline with costs.
-    ax, unit
+    ax, legend, height, unit
         As for `pipesim.plot.timeline`.
 
     Returns
@@ -65,7 +73,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
     held = timeline.memory()
     sign, scale = time_unit(timeline.makespan, unit)
     size_sign, size = byte_unit(float(held["nbytes"].max()))
-    ax = axes_or_new(ax, 6)
+    ax = axes_or_new(ax, 6, height)
     from pipesim.utils.packages import matplotlib as mpl
 
     n_devices = timeline.n_devices
@@ -87,8 +95,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
         ax.text(0.5, 0.5, "no bytes in the costs", transform=ax.transAxes, ha="center",
                 va="center", fontsize=text_points("axes.labelsize"))  # fmt: skip
     label(ax, f"Time ({sign})", f"Memory held ({size_sign})")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=2.4,
-              fontsize=text_points("legend.fontsize"), borderaxespad=0.3)  # fmt: skip
+    add_legend(ax, *ax.get_legend_handles_labels(), legend, handlelength=2.4)
     return ax
 
 
@@ -103,7 +110,13 @@ _BAR_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
-def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan") -> Axes:
+def bars(
+    table: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    column: str = "makespan",
+    height: float | None = None,
+) -> Axes:
     """Draw a column of the table of `pipesim.compare`: a bar a schedule, the first on top.
 
     Parameters
@@ -115,6 +128,8 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     column
         ``"makespan"``, ``"relative"``, ``"bubble_fraction"``, ``"throughput"`` or
         ``"peak_memory"``. An unknown value has no bar and is marked ``n/a``.
+    height
+        As for `pipesim.plot.timeline`.
 
     Returns
     -------
@@ -127,7 +142,7 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
             f"bars takes a table from pipesim.compare with a column {column!r} and at least one "
             f"row, got {type(table).__name__}"
         )
-    ax = axes_or_new(ax, len(table))
+    ax = axes_or_new(ax, len(table), height)
     values = table[column].to_numpy(float)
     rows = np.arange(len(values))
     ax.barh(rows, np.nan_to_num(values), 0.7, color=current_style().palette[Op.F])
@@ -146,7 +161,11 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     ax.set_xlim(0, 1.2 * longest.max() if (values > 0).any() else 1.2)
     ax.set_ylim(len(values) - 0.5, -0.5)
     label(ax, "", "")
-    ax.set_yticks(rows, [str(name) for name in table.index], fontsize=text_points("axes.labelsize"))
+    ax.set_yticks(
+        rows,
+        [shown_name(str(name)) for name in table.index],
+        fontsize=text_points("axes.labelsize"),
+    )
     ax.set_xticks([])
     ax.tick_params(axis="y", length=0)
     ax.spines["bottom"].set_visible(False)
@@ -180,7 +199,8 @@ def idle(
     timeline: Timeline,
     *,
     ax: Axes | None = None,
-    legend: bool = True,
+    legend: bool | LegendPlace = True,
+    height: Inches | None = None,
     unit: str | None = None,
     title: str | None = None,
 ) -> Axes:
@@ -190,10 +210,8 @@ def idle(
     ----------
     timeline
         A complete timeline, simulated or measured. `pipesim.analysis.idle` defines the causes.
-    ax, unit, title
-        As for `pipesim.plot.timeline`.
-    legend
-        Whether to draw a legend of the causes that occur.
+    ax, legend, height, unit, title
+        As for `pipesim.plot.timeline`; the legend has the causes that occur.
 
     Returns
     -------
@@ -203,7 +221,7 @@ def idle(
     table = idle_by_cause(timeline)
     longest = float(timeline.idle.max(initial=0.0))
     sign, scale = time_unit(longest, unit)
-    ax = axes_or_new(ax, timeline.n_devices)
+    ax = axes_or_new(ax, timeline.n_devices, height)
     set_device_rows(ax, timeline.n_devices, 1.005 * longest * scale or 1.0, sign)
     ax.set_xlabel(f"Idle ({sign})")
     # Parts that are too small to see are left out of the legend too.
@@ -213,9 +231,9 @@ def idle(
         seconds = table[CAUSES[cause]].to_numpy()
         handles.append(_draw_part(ax, cause, left * scale, seconds * scale))
         left += seconds
-    height = add_legend(ax, handles, [str(cause) for cause in shown]) if legend and shown else 0
+    above = add_legend(ax, handles, [str(cause) for cause in shown], legend)
     if title:
-        set_title(ax, title, height=height)
+        set_title(ax, title, height=above)
     return ax
 
 
@@ -251,6 +269,8 @@ def accuracy(
     predicted: Sequence[float],
     *,
     ax: Axes | None = None,
+    legend: bool | LegendPlace = True,
+    height: float | None = None,
     unit: str | None = None,
     title: str | None = None,
 ) -> Axes:
@@ -265,7 +285,10 @@ def accuracy(
         Seconds of each step.
     ax
         Axes to draw into; its scales and limits are set. New axes, a column wide, by default.
-    unit, title
+    legend
+        Whether to draw a legend; True is within the axes, other places are those of
+        `pipesim.plot.timeline`.
+    height, unit, title
         As for `pipesim.plot.timeline`; the unit is that of both axes.
 
     Returns
@@ -280,7 +303,10 @@ def accuracy(
             f"{len(guess)}"
         )
     sign, scale = time_unit(float(np.median(true)), unit)
-    ax = figure(1, height=_ACCURACY_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
+    if ax is None:
+        ax = figure(1, height=height or _ACCURACY_HEIGHT)[1]
+    else:
+        axes_or_new(ax, 4, height)
     ends = np.array([min(true.min(), guess.min()) / _SPACE, max(true.max(), guess.max()) * _SPACE])
     ends *= scale
     palette = current_style().palette
@@ -300,14 +326,16 @@ def accuracy(
     _set_ticks(ax, ends[1] / ends[0])
     ax.tick_params(which="minor", width=0.4, length=1.5)
     errors = np.abs(guess / true - 1)
-    ax.legend([line, band], ["equal", f"within {BAND:.0%}"], loc="upper left", frameon=False,
-              fontsize=text_points("legend.fontsize"), handlelength=1.2,
-              borderaxespad=0.2)  # fmt: skip
+    entries = [line, band], ["equal", f"within {BAND:.0%}"]
+    place: dict[str, Any] = (
+        {"loc": "upper left", "bbox_to_anchor": (0.0, 1.0)} if legend is True else {}
+    )
+    above = add_legend(ax, *entries, legend, **place) * (legend is not True)
     note = f"error: mean {errors.mean():.1%}, worst {errors.max():.1%}"
     if titles_fit(ax, title or "", note):
-        set_title(ax, title or "", note)
+        set_title(ax, title or "", note, above)
     else:
-        set_title(ax, title or "")
+        set_title(ax, title or "", height=above)
         ax.text(0.98, 0.03, note, transform=ax.transAxes, ha="right", fontsize=text_points())
     return ax
 
@@ -355,6 +383,8 @@ def plan_front(
     *,
     memory_limit: Bytes | None = None,
     ax: Axes | None = None,
+    legend: bool | LegendPlace = True,
+    height: float | None = None,
     unit: str | None = None,
     title: str | None = None,
 ) -> Axes:
@@ -375,7 +405,7 @@ def plan_front(
         Label of each rank to be labelled.
     memory_limit
         Bytes that a device may hold; None for no line.
-    ax, unit, title
+    ax, legend, height, unit, title
         As for `pipesim.plot.timeline`.
 
     Returns
@@ -399,7 +429,7 @@ def plan_front(
     most = max(float(table["memory"].max()), limit or 0.0)
     size_sign, size = byte_unit(most)
     points = table.assign(x=table["step"] * scale, y=table["memory"] / size)
-    ax = figure(height=_PLAN_HEIGHT)[1] if ax is None else axes_or_new(ax, 4)
+    ax = axes_or_new(ax, 4, (height or _PLAN_HEIGHT) if ax is None else height)
     handles = _draw_points(ax, points, ranks)
     best = points.loc[ranks]
     (line,) = ax.plot(best["x"], best["y"], color=INK, linewidth=0.8, drawstyle="steps-post")
@@ -417,10 +447,10 @@ def plan_front(
             ends, np.full(2, best["y"].iloc[0]), color=INK, linewidth=0.6, marker="|", zorder=4,
             gid="plan:interval",
         )  # fmt: skip
-    height = add_legend(ax, list(handles.values()), list(handles))
+    above = add_legend(ax, list(handles.values()), list(handles), legend)
     _label_front(ax, best, names)
     if title:
-        set_title(ax, title, height=height)
+        set_title(ax, title, height=above)
     return ax
 
 
@@ -443,7 +473,7 @@ def _draw_points(ax: Axes, points: pd.DataFrame, front: list[int]) -> dict[str, 
         drawn.set_gid(f"plan:{schedule}")
         drawn = ax.scatter(full["x"], full["y"], s=20, linewidth=0.5, zorder=4, **look)
         drawn.set_gid(f"plan:front:{schedule}")
-        handles[str(schedule)] = drawn
+        handles[shown_name(str(schedule))] = drawn
     return handles
 
 

@@ -31,7 +31,9 @@ from pipesim.ops import (
     is_expert_exchange,
     part_letter,
 )
+from pipesim.plot.figure_style import Inches
 from pipesim.plot.paper_figure import (
+    LegendPlace,
     add_legend,
     axes_or_new,
     label,
@@ -339,7 +341,8 @@ def dependencies(
     rows: str = "device",
     messages: str = "arrows",
     order: bool = True,
-    legend: bool = True,
+    legend: bool | LegendPlace = True,
+    height: Inches | None = None,
     title: str | None = None,
 ) -> Axes:
     """Draw the dependencies of a small graph, as papers do (torchgpipe, arXiv 2004.09910).
@@ -396,7 +399,7 @@ def dependencies(
         (``<0``) are nodes.
     order
         Whether to draw the order of compute streams, dashed.
-    legend, title
+    legend, height, title
         As for `pipesim.plot.timeline`.
 
     Warns
@@ -422,7 +425,7 @@ def dependencies(
 
     layout = lay_out(graph, messages=messages == "nodes", order=order, by_microbatch=by_microbatch)
     per_row = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * layout.largest_stack)
-    ax = axes_or_new(ax, per_row * len(layout.rows))
+    ax = axes_or_new(ax, per_row * len(layout.rows), height)
     set_device_rows(ax, len(layout.rows), 1.0, "")
     dx, n_columns = layout.width / 2 + 0.1, int(layout.x[layout.is_main].max(initial=-1)) + 1
     ax.set_xlim(
@@ -438,10 +441,8 @@ def dependencies(
         ax.set_xlabel("Clock cycle")
     graph_figure.draw_arrows(ax, graph, layout, labels=messages == "labels")
     graph_figure.draw_nodes(ax, graph, layout)
-    height = 0.0
     handles = graph_figure.legend_handles(graph, layout, messages == "labels")
-    if legend and handles:
-        height = add_legend(ax, list(handles.values()), list(handles))
+    above = add_legend(ax, list(handles.values()), list(handles), legend)
     if title:
-        set_title(ax, title, height=height)
+        set_title(ax, title, height=above)
     return ax

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_type
-from pipesim.plot.figure_style import current_style, text_points
+from pipesim.plot.figure_style import Inches, current_style, text_points
 from pipesim.plot.palette import INK, Floats, device_colours, text_colours
 from pipesim.plot.paper_figure import (
     LETTER,
@@ -54,7 +54,13 @@ class _Boxes(NamedTuple):
 
 
 @checked
-def exchange(table: pd.DataFrame, *, ax: Axes | None = None, title: str | None = None) -> Axes:
+def exchange(
+    table: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    height: Inches | None = None,
+    title: str | None = None,
+) -> Axes:
     """Draw an exchange of keys, as ``explain`` of `pipeexec.ShardedEmbedding` returns it.
 
     A box is a key (k), a row (r), a vector (v) or a gradient (g), in the colour of the rank that
@@ -81,7 +87,7 @@ def exchange(table: pd.DataFrame, *, ax: Axes | None = None, title: str | None =
         ``row`` and ``sent`` of ``explain``, also read from a file.
     ax
         Axes to draw into; its limits are set. New axes by default, of a column's width for numbers.
-    title
+    height, title
         As for `pipesim.plot.timeline`.
 
     Returns
@@ -102,11 +108,11 @@ def exchange(table: pd.DataFrame, *, ax: Axes | None = None, title: str | None =
         # The smallest size of labels in boxes is 6 points.
         n_letters = int((WIDTH * points / boxes.ends[-1, 1] - 1.0) / (6.0 * 0.66))
     if boxes is None or n_letters < longest:
-        ax = figure(1, height=2.6)[1] if ax is None else axes_or_new(ax, n_ranks)
+        ax = figure(1, height=height or 2.6)[1] if ax is None else axes_or_new(ax, 4, height)
         _draw_counts(ax, columns, n_ranks)
     else:
-        height = _PHASE * len(boxes.phases) + 0.5
-        ax = figure(height=height)[1] if ax is None else axes_or_new(ax, n_ranks)
+        usual = _PHASE * len(boxes.phases) + 0.5
+        ax = axes_or_new(ax, 4, (height or usual) if ax is None else height)
         _draw_boxes(ax, columns, boxes, letters=n_letters > longest)
     if title:
         set_title(ax, title)
@@ -242,7 +248,7 @@ def _draw_boxes(ax: Axes, columns: dict[str, Ints], boxes: _Boxes, *, letters: b
         *np.full((2, len(x)), [[WIDTH], [HEIGHT]]),
         text_colours(np.vstack(colours)),
     )
-    ax.add_artist(BoxLabels(x, y, width, height, texts, inks, np.zeros(len(x), np.int8)))
+    ax.add_artist(BoxLabels(x, y, width, height, texts, inks))
     request, first = _sources(columns)
     for level in range(len(middles) - 1):
         source = first if level == len(middles) - 2 else request
@@ -283,8 +289,8 @@ def _draw_counts(ax: Axes, columns: dict[str, Ints], n_ranks: int) -> None:
     cells.set_gid("exchange:counts")
     ax.add_collection(cells, autolim=False)
     texts = [f"{count:,}" for count in counts.ravel().tolist()]
-    ax.add_artist(BoxLabels(x, y, np.ones(len(x)), np.ones(len(x)), texts, text_colours(colours),
-                            np.zeros(len(x), np.int8)))  # fmt: skip
+    ones = np.ones(len(x))
+    ax.add_artist(BoxLabels(x, y, ones, ones, texts, text_colours(colours)))
     ax.set_xlim(-0.5, n_ranks - 0.5)
     ax.set_ylim(n_ranks - 0.5, -0.5)
     received, senders = (

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pipesim.errors import (
     ArgumentError,
@@ -24,10 +24,13 @@ from pipesim.errors import (
 )
 from pipesim.ops import Op
 from pipesim.plot.palette import GREY_HATCHES, GREYS, HATCHES, LABELS, PALETTE
-from pipesim.utils.checks import Positive, checked
+from pipesim.scheduling.registry import schedule_labels
+from pipesim.utils.checks import Positive, Range, checked
 
 #: Widths of one and of two columns of an IEEE paper, inches.
 ONE_COLUMN, TWO_COLUMNS = 3.5, 7.16
+#: Height or width of a figure: no renderer takes more than 2**16 dots.
+Inches = Annotated[float, Range(0, 200, above=True)]
 Publisher = Literal["ieee", "acm", "neurips", "nature"]
 #: Size of labels and titles, and how much smaller ticks and legends are (points).
 TEXT, SMALLER = 8.0, 1.0
@@ -205,7 +208,7 @@ def style(
     publisher: Publisher | None = None,
     *,
     columns: int | None = None,
-    height: Positive | None = None,
+    height: Inches | None = None,
     text_size: Positive | None = None,
     font: str | Iterable[str] | None = None,
     palette: Mapping[Any, str] | None = None,
@@ -345,6 +348,15 @@ def _asked_fonts(font: str | Iterable[str]) -> tuple[str, ...]:
             "matplotlib.font_manager.fontManager.get_font_names() lists those that are"
         )
     return (*families, "DejaVu Sans")
+
+
+def shown_name(text: str) -> str:
+    """Return a title or label with schedules named as in their papers, and ranks in two words."""
+    labels = {**schedule_labels(), **current_style().schedules}
+    if text in labels:
+        return labels[text]
+    words = re.sub(r"(?<![\w.-])rank(\d+)(?!\w)", r"rank \1", text)
+    return re.sub(r"[\w.-]+", lambda word: labels.get(word[0], word[0]), words)
 
 
 #: Sizes of texts (points) where ``matplotlib.rcParams`` are as matplotlib has them.

@@ -24,6 +24,7 @@ from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network
 from pipesim.network.parallel_layout import Layout
 from pipesim.plot.palette import text_colours
+from pipesim.plot.paper_figure import ignore_small_boxes
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.texts import format_bytes, format_decimal, format_time
 
@@ -45,7 +46,8 @@ def figure_png(figure: Figure) -> bytes:
     from PIL import Image
 
     whole, small = io.BytesIO(), io.BytesIO()
-    FigureCanvasAgg(figure).print_figure(whole, format="png", dpi=200)
+    with ignore_small_boxes():
+        FigureCanvasAgg(figure).print_figure(whole, format="png", dpi=200)
     with Image.open(whole) as image:
         image.convert("RGB").quantize(128).save(small, format="png", optimize=True)
     return small.getvalue()

@@ -54,14 +54,13 @@ DEVICES = (
 )
 #: Hatch of operations that have one. R is the same work as F, done again.
 HATCHES: Mapping[Op, str] = {Op.R: "//////"}
-#: Greys of operations, for print without colour, and hatches of those that share a grey with
-#: others, or nearly so.
+#: Greys of operations, for print without colour. F, B, I, W and the bubble differ as in `PALETTE`.
 GREYS: Mapping[Op, str] = {
-    Op.F: "#C6C6C6",
-    Op.B: "#7E7E7E",
-    Op.I: "#ABABAB",
-    Op.W: "#6A6A6A",
-    Op.R: "#C6C6C6",
+    Op.F: "#CCCCCC",
+    Op.B: "#747474",
+    Op.I: "#ACACAC",
+    Op.W: "#8F8F8F",
+    Op.R: "#CCCCCC",
     Op.SEND_F: "#9A9A9A",
     Op.RECV_F: "#CDCDCD",
     Op.SEND_B: "#555555",
@@ -78,10 +77,11 @@ GREYS: Mapping[Op, str] = {
     Op.OFFLOAD: "#656565",
     Op.RELOAD: "#A3A3A3",
 }
+#: Hatches beside these greys.
 GREY_HATCHES: Mapping[Op, str] = {
-    Op.R: "//////",
-    Op.I: "\\\\\\\\\\",
-    Op.W: "......",
+    Op.R: "xxxx",
+    Op.I: "////",
+    Op.W: "\\\\\\\\",
     Op.ALL_TO_ALL: "xxxxxx",
     Op.UNSHARD: "++++++",
     Op.RESHARD: "++++++",

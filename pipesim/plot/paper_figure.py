@@ -6,14 +6,16 @@ matplotlib is imported when needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from pipesim.errors import ArgumentError, number
-from pipesim.plot.figure_style import current_style, text_points
+from pipesim.errors import ArgumentError, LegibilityWarning, number
+from pipesim.plot.figure_style import current_style, shown_name, text_points
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import check_path, write_whole
 
@@ -29,6 +31,8 @@ LETTER, HANDLE = 0.56, 24.0
 #: Colour of notes.
 GREY = "#5A5A5A"
 _T = TypeVar("_T")
+#: Places of a legend beside the axes.
+LegendPlace = Literal["top", "bottom", "right"]
 
 
 def figure(
@@ -55,11 +59,12 @@ def figure(
     return figure_with_axes(plt.figure, current_style().width(columns), rows, height)
 
 
-def check_height(height: float, name: str = "height") -> float:
-    """Return a height that is a finite number above 0."""
+def check_height(height: float, name: str = "height", most: float = 200.0) -> float:
+    """Return a height that is a finite number above 0, and one that renderers take."""
     real = number(height)
-    if real is None or not 0 < real < math.inf:
-        raise ArgumentError(f"{name} must be a finite number > 0, got {height!r}")
+    if real is None or not 0 < real < math.inf or real > most:
+        limit = f" (at most {most:g})" * (most < math.inf)
+        raise ArgumentError(f"{name} must be a finite number > 0{limit}, got {height!r}")
     return real
 
 
@@ -71,7 +76,7 @@ def figure_with_axes(
     Without a width (inches) it is that of the style, or two columns.
     """
     width = current_style().width(None) if width is None else width
-    check_height(rows, "rows")
+    check_height(rows, "rows", math.inf)
     if height is None:
         height = current_style().height
     if height is None:
@@ -136,14 +141,27 @@ def end_of_axis(timeline: Timeline) -> float:
     return last * (1.005 if timeline.complete else 1.05) or 1.0
 
 
-def axes_or_new(ax: Axes | None, rows: float) -> Axes:
-    """Return ``ax``, or new axes with room for ``rows``."""
+@contextmanager
+def ignore_small_boxes() -> Iterator[None]:
+    """Draw figures whose size no user chose, without warnings of missing numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LegibilityWarning)
+        yield
+
+
+def axes_or_new(ax: Axes | None, rows: float, height: float | None = None) -> Axes:
+    """Return ``ax``, or new axes with room for ``rows``, or of a figure of this height."""
     if ax is None:
-        return figure(rows=rows)[1]
+        return figure(rows=rows, height=height)[1]
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes):
         raise ArgumentError(f"ax must be a matplotlib Axes, got {type(ax).__name__}")
+    if height is not None:
+        raise ArgumentError(
+            f"height={height:g} is that of a new figure, and ax is in a figure already; give one "
+            "of both"
+        )
     return ax
 
 
@@ -190,37 +208,64 @@ def thinned_ticks(count: int, limit: int) -> list[int]:
     return list(range(0, count, step))
 
 
-def legend_options(labels: list[str], width: float) -> dict[str, Any]:
-    """Return the options of a legend of ``labels``, at most ``width`` points wide."""
-    size = text_points("legend.fontsize")
-    widest = max(len(text) for text in labels) * size * LETTER + HANDLE
-    total = sum(len(text) * size * LETTER + HANDLE for text in labels)
-    columns = len(labels) if total <= width else max(1, int(width // widest))
+def _legend_columns(labels: list[str], size: float, width: float) -> int:
+    """Return the columns of a legend of texts of a size, at most ``width`` wide (points)."""
+    widths = [len(text) * size * LETTER + HANDLE for text in labels]
+    columns = len(labels) if sum(widths) <= width else max(1, int(width // max(widths)))
     # Lines as even as their number allows.
-    columns = math.ceil(len(labels) / math.ceil(len(labels) / columns))
-    return {"ncols": columns, "frameon": False, "fontsize": size, "handlelength": 1.2,
-            "handleheight": 1.0, "handletextpad": 0.5, "columnspacing": 1.2, "borderpad": 0.1,
-            "labelspacing": 0.3}  # fmt: skip
+    return math.ceil(len(labels) / math.ceil(len(labels) / columns))
 
 
-def add_legend(ax: Axes, handles: list[Any], labels: list[str]) -> float:
-    """Put a legend above the axes, outside the boxes; return its height (points)."""
-    whole = ax.figure.figure
-    engine = whole.get_layout_engine()
-    if engine is not None:
+def add_legend(
+    where: Axes | Figure,
+    handles: list[Any],
+    labels: list[str],
+    place: bool | LegendPlace = True,
+    **changes: Any,
+) -> float:
+    """Put a legend beside axes, or beside all axes of a figure; True is on top.
+
+    Return its height above the axes (points). ``changes`` are options of matplotlib's legends.
+    """
+    if place is False or not labels:
+        return 0.0
+    place = "top" if place is True else place
+    whole = where.figure.figure
+    is_figure, size = where is whole, text_points("legend.fontsize")
+    if not is_figure and (engine := whole.get_layout_engine()) is not None:
         engine.execute(whole)  # sets the axes' width
-    options = legend_options(labels, axes_size(ax)[0])
-    ax.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2,
-              **options)  # fmt: skip
-    lines = math.ceil(len(labels) / int(options["ncols"]))
-    return lines * text_points("legend.fontsize") * 1.35 + 3.0
+    width = whole.get_figwidth() * 72 if is_figure else axes_size(where)[0]  # type: ignore[arg-type]
+    columns = 1 if place == "right" else _legend_columns(labels, size, width)
+    options: dict[str, Any] = {
+        "ncols": columns, "frameon": False, "fontsize": size, "handlelength": 1.2,
+        "handleheight": 1.0, "handletextpad": 0.5, "columnspacing": 1.2, "borderpad": 0.1,
+        "labelspacing": 0.3,
+    }  # fmt: skip
+    if is_figure:
+        side = {"top": "upper center", "bottom": "lower center", "right": "right upper"}[place]
+        options["loc"] = f"outside {side}"
+    else:
+        from matplotlib.transforms import ScaledTranslation
+
+        # Below, the labels of the axis and of its ticks are in between.
+        down = 2.5 * text_points() + 10.0 if place == "bottom" else 0.0
+        options |= {
+            "loc": "lower left" if place == "top" else "upper left",
+            "bbox_to_anchor": {"top": (0.0, 1.0), "bottom": (0.0, 0.0), "right": (1.0, 1.0)}[place],
+            "bbox_transform": where.transAxes  # type: ignore[union-attr]
+            + ScaledTranslation(0.0, -down / 72.0, whole.dpi_scale_trans),
+            "borderaxespad": 0.2,
+        }
+    where.legend(handles, labels, **options | changes)
+    lines = math.ceil(len(labels) / columns) if place == "top" else 0
+    return lines * size * 1.35 + 3.0 if lines else 0.0
 
 
 def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None:
-    """Put titles above a legend of ``height`` points."""
+    """Put titles above a legend of ``height`` points; schedules have their papers' names."""
     pad = 3.0 + height
     size, note = text_points("axes.titlesize"), text_points()
-    ax.set_title(left, loc="left", fontsize=size, pad=pad)
+    ax.set_title(shown_name(left), loc="left", fontsize=size, pad=pad)
     ax.set_title(right, loc="right", fontsize=note, pad=pad, color=GREY)
 
 

@@ -13,6 +13,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
@@ -20,7 +21,7 @@ from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, SENDS, Op, part_letter
 from pipesim.plot.figure_style import current_style
-from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
+from pipesim.plot.fitting_labels import MicrobatchNumbers, points_per_unit
 from pipesim.plot.palette import (
     INK,
     UNFINISHED,
@@ -119,13 +120,14 @@ def draw_boxes(
     scale: float,
     name: str = "cells",
     tint: float = 0.0,
-    numbers: bool = True,
+    numbers: bool | float = True,
 ) -> dict[Op, str | None]:
     """Draw the tasks of a timeline; return the hatch of each operation that was drawn, or None.
 
     The limits of the axes are set. ``scale`` is the units of the time axis in a second. Each
     operation's collection has the gid ``name:op``, the numbers have ``name:numbers``. ``tint`` is
-    the share of white to mix in, 0..1; above 0, boxes are outlined in the full colour.
+    the share of white to mix in, 0..1; above 0, boxes are outlined in the full colour. ``numbers``
+    may be the smallest size of numbers (points).
     """
     boxes = TaskBoxes.lay_out(ax, timeline, lanes, scale, tint)
     drawn: dict[Op, str | None] = {}
@@ -141,8 +143,12 @@ def draw_boxes(
     _draw_instants(ax, boxes, f"{name}:instant")
     if len(boxes.unfinished):
         _draw_unfinished(ax, boxes, f"{name}:unfinished")
-    if numbers:
-        _draw_numbers(ax, boxes, f"{name}:numbers")
+    if numbers is not False:
+        artist = _numbers(boxes, [op for op, hatch in drawn.items() if hatch])
+        artist.set_gid(f"{name}:numbers")
+        if numbers is not True:
+            artist.smallest = numbers
+        ax.add_artist(artist)
     return drawn
 
 
@@ -187,8 +193,8 @@ def _draw_unfinished(ax: Axes, boxes: TaskBoxes, gid: str) -> None:
     _add(ax, collection, gid)
 
 
-def _draw_numbers(ax: Axes, boxes: TaskBoxes, gid: str) -> None:
-    """Put the number of its micro-batch into each box on a compute stream.
+def _numbers(boxes: TaskBoxes, hatched: list[Op]) -> MicrobatchNumbers:
+    """Return the number of its micro-batch for each box on a compute stream.
 
     The number of a skip's message is followed by the stage at its other end, as in ``3>2`` or
     ``3<0``; that of an exchange by the letter of the data, as in ``2k``; that of a bucket by the
@@ -199,17 +205,18 @@ def _draw_numbers(ax: Axes, boxes: TaskBoxes, gid: str) -> None:
     numbered = (graph.microbatch >= 0) | (graph.part >= 0)
     members = members[graph.on_compute[members] & numbered[members]]
     start, end = boxes.start[members], boxes.end[members]
-    artist = BoxLabels(
+    return MicrobatchNumbers(
         (start + end) / 2,
         boxes.lanes.y[members],
         end - start,
         boxes.lanes.height[members],
         _texts(graph, members),
         text_colours(boxes.colours[members]),
-        graph.op[members],
+        microbatch=graph.microbatch[members],
+        kinds=graph.op[members],
+        fills=boxes.colours[members],
+        hatched=np.isin(graph.op[members], hatched),
     )
-    artist.set_gid(gid)
-    ax.add_artist(artist)
 
 
 def _texts(graph: TaskGraph, members: Indices) -> list[str]:
@@ -238,10 +245,10 @@ def legend_entries(
     unfinished: bool = False,
 ) -> tuple[list[Any], list[str]]:
     """Return a legend's handles and labels: timelines, operations, overlaps, chunks, unfinished."""
-    entries: dict[str, Patch] = {}
+    entries: dict[str, Patch | Line2D] = {}
     if compared:
-        entries["predicted"] = Patch(fc="#E6E6E6", ec=INK, lw=0.7, ls=DASHES)
-        entries["measured"] = Patch(fc="#A8A8A8", ec=INK, lw=0.7)
+        entries["predicted"] = Patch(fc="#D3D3D3", ec=GREY, lw=0.7)
+        entries["measured"] = Patch(fc=GREY, lw=0)
     style = current_style()
     for op in sorted(drawn):
         entries[style.operations[op]] = Patch(
@@ -253,6 +260,8 @@ def legend_entries(
         entries[f"chunk {chunk}"] = Patch(fc=GREY, alpha=1 - white[chunk], lw=0)
     if unfinished:
         entries["unfinished"] = Patch(fc="white", ec=UNFINISHED, lw=0.8, ls=DASHES)
+    for name, dashes in (("predicted", DASHES), ("measured", "-")) if compared else ():
+        entries[f"{name} makespan"] = Line2D([], [], color=INK, ls=dashes, lw=0.8)
     return list(entries.values()), list(entries)
 
 

@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 
 from pipesim.analysis.compare import Comparison
 from pipesim.analysis.prediction_interval import ends_text
-from pipesim.errors import ArgumentError, number
+from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
-from pipesim.plot.figure_style import current_style
+from pipesim.plot.figure_style import Inches, current_style
 from pipesim.plot.palette import INK, format_error, n_chunks
 from pipesim.plot.paper_figure import (
     ROW,
+    LegendPlace,
     add_legend,
     axes_or_new,
     check_drawable,
     end_of_axis,
-    legend_options,
     set_device_rows,
     set_title,
     titles_fit,
 )
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.checks import checked
+from pipesim.utils.checks import Positive, checked
 from pipesim.utils.texts import format_time, time_unit
 
 if TYPE_CHECKING:
@@ -125,16 +125,16 @@ def timeline(
     ax: Axes | None = None,
     transfers: bool = False,
     dependencies: bool = False,
-    numbers: bool = True,
-    legend: bool = True,
+    numbers: bool | Positive = True,
+    legend: bool | LegendPlace = True,
+    height: Inches | None = None,
     unit: str | None = None,
     title: str | None = None,
 ) -> Axes:
     """Draw when each task ran, as papers do: a row a device, device 0 on top.
 
-    Boxes are coloured by operation and carry the number of their micro-batch if it fits. Of
-    several stages on one device, later ones are lighter. Grey is bubble. Tasks that began and
-    did not end are dashed.
+    Boxes are coloured by operation and carry the number of their micro-batch. Of several stages on
+    one device, later ones are lighter. Grey is bubble. Tasks that began and did not end are dashed.
 
     Parameters
     ----------
@@ -148,12 +148,22 @@ def timeline(
         time. Messages on the compute stream (``overlap=False``) are always drawn there.
     dependencies
         Whether to draw an arrow for each output or gradient that another device needs.
-    numbers, legend
-        Whether to draw micro-batch numbers, and a legend.
+    numbers
+        Whether to draw micro-batch numbers, or their smallest size (points; 5 by default). Where
+        they do not fit, every second, fifth, ... micro-batch has them, in the whole figure.
+    legend
+        Whether to draw a legend, or where: ``"top"``, ``"bottom"`` or ``"right"``.
+    height
+        Height of the new figure (inches); by default it suits the rows.
     unit
         Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
     title
         No title by default.
+
+    Warns
+    -----
+    LegibilityWarning
+        When drawn, if numbers do not fit, of every few micro-batches neither.
 
     Returns
     -------
@@ -162,27 +172,28 @@ def timeline(
     """
     graph = timeline.graph
     sign, scale = time_unit(timeline.makespan, unit)
-    ax = axes_or_new(ax, rows(graph, transfers=transfers))
+    ax = axes_or_new(ax, rows(graph, transfers=transfers), height)
     from pipesim.plot.task_boxes import legend_entries
 
     set_device_rows(ax, graph.n_devices, end_of_axis(timeline) * scale, sign)
     drawn = _draw_tasks(ax, timeline, scale, transfers, dependencies, numbers)
-    height = 0.0
-    if legend and drawn:
-        unfinished = _is_unfinished(timeline)
-        height = add_legend(ax, *legend_entries(graph, drawn, unfinished=unfinished))
+    entries = legend_entries(graph, drawn, unfinished=_is_unfinished(timeline))
+    above = add_legend(ax, *entries, legend)
     if title:
-        set_title(ax, title, height=height)
+        set_title(ax, title, height=above)
     return ax
 
 
+@checked
 def panels(
     timelines: Mapping[str, Timeline],
     *,
     columns: int | None = None,
+    height: Inches | None = None,
     transfers: bool = False,
     dependencies: bool = False,
-    numbers: bool = True,
+    numbers: bool | Positive = True,
+    legend: bool | LegendPlace = True,
     unit: str | None = None,
 ) -> Figure:
     """Draw timelines below each other, on one time axis and under one legend.
@@ -193,7 +204,9 @@ def panels(
         Timelines by title, the first on top.
     columns
         Width of the figure in columns, 1 or 2; by default that of the style, or else 2.
-    transfers, dependencies, numbers, unit
+    height
+        Height of the figure (inches); by default it suits the rows.
+    transfers, dependencies, numbers, legend, unit
         As for `timeline`.
 
     Returns
@@ -210,7 +223,7 @@ def panels(
     >>> steps = {name: ps.simulate(graph, costs) for name, graph in graphs.items()}
     >>> fig = plot.panels(steps)
     >>> [ax.get_title("left") for ax in fig.axes]
-    ['gpipe', '1f1b']
+    ['GPipe', '1F1B']
     """
     if not isinstance(timelines, Mapping) or not timelines:
         raise ArgumentError(
@@ -229,7 +242,7 @@ def panels(
         ROW * rows(item.graph, transfers=lanes_too)
         for item, lanes_too in zip(items, with_lanes, strict=True)
     ]
-    height = _AROUND + sum(heights) + _TITLE * len(items)
+    height = height or current_style().height or _AROUND + sum(heights) + _TITLE * len(items)
     whole = plt.figure(figsize=(width, height), layout="constrained")
     axes = whole.subplots(len(items), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     drawn: dict[Op, str | None] = {}
@@ -240,9 +253,7 @@ def panels(
         if ax is not axes[-1]:
             ax.set_xlabel("")
     entries = _entries_of_all(items, drawn)
-    if entries:
-        options = legend_options(list(entries), width * 72)
-        whole.legend([*entries.values()], [*entries], loc="outside upper center", **options)
+    add_legend(whole, [*entries.values()], [*entries], legend)
     return whole
 
 
@@ -286,7 +297,7 @@ def _draw_tasks(
     scale: float,
     transfers: bool,
     dependencies: bool,
-    numbers: bool,
+    numbers: bool | float,
 ) -> dict[Op, str | None]:
     """Draw tasks into axes whose limits are set; return the operations, each with its hatch."""
     from pipesim.plot import task_boxes
@@ -313,8 +324,9 @@ def comparison(
     *,
     ax: Axes | None = None,
     transfers: bool = False,
-    numbers: bool = True,
-    legend: bool = True,
+    numbers: bool | Positive = True,
+    legend: bool | LegendPlace = True,
+    height: Inches | None = None,
     unit: str | None = None,
     title: str | None = None,
 ) -> Axes:
@@ -327,7 +339,7 @@ def comparison(
     ----------
     comparison
         The comparison to draw.
-    ax, transfers, numbers, legend, unit
+    ax, transfers, numbers, legend, height, unit
         As for `timeline`.
     title
         By default the measured timeline's name.
@@ -338,23 +350,24 @@ def comparison(
         The axes of the drawing, neither shown nor saved.
     """
     graph = comparison.predicted.graph
-    ax = axes_or_new(ax, ROWS_PER_DEVICE * rows(graph, transfers=transfers))
+    ax = axes_or_new(ax, ROWS_PER_DEVICE * rows(graph, transfers=transfers), height)
     drawn = _draw_comparison(ax, comparison, _end_of_axes([comparison]), transfers, numbers, unit)
-    height = 0.0
-    if legend:
-        from pipesim.plot.task_boxes import legend_entries
+    from pipesim.plot.task_boxes import legend_entries
 
-        height = add_legend(ax, *legend_entries(graph, drawn, compared=True))
-    _draw_heading(ax, comparison, comparison.measured.name if title is None else title, height)
+    above = add_legend(ax, *legend_entries(graph, drawn, compared=True), legend)
+    _draw_heading(ax, comparison, comparison.measured.name if title is None else title, above)
     return ax
 
 
+@checked
 def overlay(
     comparisons: Mapping[str, Comparison],
     *,
-    width: float | None = None,
+    width: Inches | None = None,
+    height: Inches | None = None,
     transfers: bool = False,
-    numbers: bool = True,
+    numbers: bool | Positive = True,
+    legend: bool | LegendPlace = True,
     unit: str | None = None,
 ) -> Figure:
     """Draw comparisons below each other, on one time axis and under one legend.
@@ -365,7 +378,9 @@ def overlay(
         Comparisons by title, the first on top.
     width
         Width of the figure (inches); by default two columns.
-    transfers, numbers, unit
+    height
+        Height of the figure (inches); by default it suits the rows.
+    transfers, numbers, legend, unit
         As for `timeline`.
 
     Returns
@@ -381,13 +396,11 @@ def overlay(
             f"overlay takes a mapping of titles to at least one comparison, got {comparisons!r}"
         )
     items = [check_drawable(item, Comparison) for item in comparisons.values()]
-    width = current_style().width(None) if width is None else width
-    if (number(width) or 0.0) <= 0:
-        raise ArgumentError(f"width must be inches > 0, got {width!r}")
     graphs = [item.predicted.graph for item in items]
     heights = [0.36 * rows(graph, transfers=transfers) for graph in graphs]
-    height = 0.7 + sum(heights) + 0.22 * len(heights)
-    whole = Figure(figsize=(width, height), layout="constrained")
+    style = current_style()
+    height = height or style.height or 0.7 + sum(heights) + 0.22 * len(heights)
+    whole = Figure(figsize=(width or style.width(None), height), layout="constrained")
     axes = whole.subplots(len(graphs), 1, sharex=True, squeeze=False, height_ratios=heights)
     stacked = axes[:, 0]
     drawn: dict[Op, str | None] = {}
@@ -397,9 +410,7 @@ def overlay(
         if ax is not stacked[-1]:
             ax.set_xlabel("")
     deepest = max(graphs, key=n_chunks)
-    handles, labels = legend_entries(deepest, drawn, compared=True)
-    options = legend_options(labels, width * 72)
-    whole.legend(handles, labels, loc="outside upper center", **options)
+    add_legend(whole, *legend_entries(deepest, drawn, compared=True), legend)
     return whole
 
 
@@ -416,7 +427,7 @@ def _draw_comparison(
     comparison: Comparison,
     end: float,
     transfers: bool,
-    numbers: bool,
+    numbers: bool | float,
     unit: str | None,
 ) -> dict[Op, str | None]:
     """Draw both timelines and their makespans; return the operations, each with its hatch."""

@@ -319,6 +319,8 @@ class ScheduleInfo:
     parameters: ClosedForm = _ONE
     #: Numbers of devices and micro-batches that it takes.
     counts: Counts = _ANY
+    #: Name in figures: that of the paper.
+    label: str = ""
 
     @cached_property
     def _required(self) -> tuple[str, ...]:
@@ -383,6 +385,7 @@ _REGISTRY: dict[str, ScheduleInfo] = {}
 def register(
     name: str,
     *,
+    label: str = "",
     summary: str = "",
     source: str = "",
     bubble: ClosedForm = _UNKNOWN,
@@ -406,6 +409,8 @@ def register(
     ----------
     name
         Name for `pipesim.schedule`.
+    label
+        Name in figures, such as ``"ZB-H1"``; by default ``name``.
     summary
         One line of description; by default the first line of the function's docstring.
     source
@@ -441,6 +446,7 @@ def register(
     for argument, form in forms.items():
         _check_kind(f"schedule {name!r}: {argument}", form, ClosedForm, "value")
     _check_kind(f"schedule {name!r}: counts", counts, Counts, "allow")
+    check_text("label", label)
     check_text("summary", summary)
     check_text("source", source)
     if not (placement is None or isinstance(placement, Placement) or callable(placement)):
@@ -457,8 +463,9 @@ def register(
             )
         about = summary or next(iter((inspect.getdoc(function) or "").splitlines()), "")
         _REGISTRY[name] = ScheduleInfo(
-            name, about, source, build, options, bubble, activations, parameters, counts
-        )
+            name, about, source, build, options, bubble, activations, parameters, counts,
+            label or name,
+        )  # fmt: skip
         return function
 
     return decorate
@@ -507,6 +514,11 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     device 1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
     return schedule_info(name).make(n_devices, n_microbatches, **options)
+
+
+def schedule_labels() -> dict[str, str]:
+    """Return the name of each schedule in figures."""
+    return {name: info.label for name, info in _REGISTRY.items()}
 
 
 def options_of_schedules() -> dict[str, tuple[str, ...]]:

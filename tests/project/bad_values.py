@@ -98,7 +98,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
         lambda v: isinstance(v, int) and not isinstance(v, bool),
     ),
     **dict.fromkeys(
-        ("Amount", "Bandwidth", "Fraction", "NotNegative", "Positive", "Seconds"), _number
+        ("Amount", "Bandwidth", "Fraction", "Inches", "NotNegative", "Positive", "Seconds"), _number
     ),
     "str": lambda v: isinstance(v, str),
     "Path": lambda v: isinstance(v, str | Path),

@@ -460,7 +460,7 @@ def test_bars_are_as_long_as_their_causes() -> None:
         left += table[CAUSES[cause]]
         assert [bar.get_x() + bar.get_width() for bar in parts] == pytest.approx(left.tolist())
     assert ax.get_ylim()[0] > ax.get_ylim()[1]
-    assert ax.get_title(loc="left") == "1f1b"
+    assert ax.get_title(loc="left") == "1F1B"
 
 
 def test_every_cause_looks_different() -> None:
@@ -524,7 +524,7 @@ def test_compare_prints_and_draws_causes(
         ["12.5%", "12.5%"],
     ]
     *_, first, second = figures[0].axes
-    assert [ax.get_title(loc="left") for ax in (first, second)] == ["gpipe, idle", "1f1b, idle"]
+    assert [ax.get_title(loc="left") for ax in (first, second)] == ["GPipe, idle", "1F1B, idle"]
     assert first.get_xlim() == second.get_xlim()
 
 

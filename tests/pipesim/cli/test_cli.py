@@ -413,7 +413,7 @@ def test_plot_of_a_comparison_has_one_scale_of_time(
     succeed(capsys, "compare", "gpipe", "1f1b", *args, "--plot", tmp_path / "figure.png")
     *bars, first, second = figures[0].axes
     assert len(bars) == 2
-    assert [ax.get_title(loc="left") for ax in (first, second)] == ["gpipe", "1f1b"]
+    assert [ax.get_title(loc="left") for ax in (first, second)] == ["GPipe", "1F1B"]
     assert first.get_xlim() == second.get_xlim()
     assert first.get_xlim()[1] >= 51.0
 

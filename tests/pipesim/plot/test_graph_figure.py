@@ -217,7 +217,7 @@ def test_texts_fit_their_nodes(width: float) -> None:
         ax = drawn(graph, width)
         ax.figure.canvas.draw()
         (numbers,) = (x for x in ax.artists if isinstance(x, BoxLabels) and x.texts)
-        fitting, size = numbers.fitting()
+        fitting, size, *_ = numbers.fitting()
         assert len(fitting) == len(numbers.texts)
         assert size >= 4.5
         assert (numbers.width * points_per_unit(ax)[0] > 1.3 * size).all()

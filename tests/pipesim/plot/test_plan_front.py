@@ -30,7 +30,7 @@ def test_points_of_schedules_on_and_off_the_front() -> None:
     np.testing.assert_allclose(artist_of(ax, "plan:gpipe").get_offsets(), [[200, 50]])
     assert len(artist_of(ax, "plan:front:zbv").get_offsets()) == 0
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("Step (ms)", "Memory of the fullest device (GiB)")
-    assert legend_of(ax.get_legend()) == ["1f1b", "gpipe", "zbv", "front"]
+    assert legend_of(ax.get_legend()) == ["1F1B", "GPipe", "ZB-V", "front"]
     assert "plan:limit" not in drawn(ax)
 
 

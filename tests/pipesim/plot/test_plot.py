@@ -106,7 +106,21 @@ def test_predictions_are_paler() -> None:
     ax = ps.Comparison(predicted, measured(predicted)).plot(ax=axes())
     pale, full = (artist_of(ax, f"{name}:F").get_facecolors() for name in ("predicted", "measured"))
     assert (pale[:, :3].sum(axis=1) > full[:, :3].sum(axis=1)).all()
-    assert legend_of(ax.get_legend())[:2] == ["predicted", "measured"]
+
+
+def test_the_legend_of_a_comparison_shows_what_is_drawn() -> None:
+    """Pale boxes with a frame of their colour, full ones without; a dashed and a solid line."""
+    predicted = simulated()
+    ax = ps.Comparison(predicted, measured(predicted)).plot(ax=axes())
+    legend = ax.get_legend()
+    handles = dict(zip(legend_of(legend), legend.legend_handles, strict=True))
+    pale, full = handles["predicted"], handles["measured"]
+    assert pale.get_linestyle() == "solid"
+    assert pale.get_edgecolor()[:3] == full.get_facecolor()[:3] < pale.get_facecolor()[:3]
+    assert (pale.get_linewidth(), full.get_linewidth()) == (0.7, 0)
+    for name in ("predicted", "measured"):
+        line = artist_of(ax, f"{name}:makespan")
+        assert handles[f"{name} makespan"].get_linestyle() == line.get_linestyle()
 
 
 def test_makespans_are_marked_and_the_error_is_in_the_title() -> None:
@@ -145,7 +159,9 @@ def test_overlay_stacks_comparisons_on_one_axis_of_time() -> None:
     figure = plot.overlay(comparisons, width=plot.TWO_COLUMNS)
     assert plt.get_fignums() == []
     assert figure.get_figwidth() == plot.TWO_COLUMNS
-    assert [ax.get_title(loc="left") for ax in figure.axes] == list(comparisons)
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        "GPipe, never", "GPipe, always", "1F1B, never", "1F1B, always"
+    ]  # fmt: skip
     figure.canvas.draw()
     tops = [ax.bbox.y1 for ax in figure.axes]
     assert tops == sorted(tops, reverse=True)
@@ -157,7 +173,8 @@ def test_overlay_stacks_comparisons_on_one_axis_of_time() -> None:
     assert [ax.get_legend() for ax in figure.axes] == [None] * 4
     (legend,) = figure.legends
     assert legend_of(legend) == [
-        "predicted", "measured", "forward", "backward", "recompute", "optimizer"
+        "predicted", "measured", "forward", "backward", "recompute", "optimizer",
+        "predicted makespan", "measured makespan",
     ]  # fmt: skip
     assert legend.get_window_extent().y0 >= figure.axes[0]._left_title.get_window_extent().y1
 
@@ -250,7 +267,7 @@ def test_bars_are_as_long_as_the_column_says() -> None:
         ax = axes()
         assert plot.bars(table, ax=ax, column=str(column)) is ax
         assert [bar.get_width() for bar in ax.patches] == table[column].tolist()
-        assert [tick.get_text() for tick in ax.get_yticklabels()] == ["gpipe", "1f1b"]
+        assert [tick.get_text() for tick in ax.get_yticklabels()] == ["GPipe", "1F1B"]
         assert ax.patches[0].get_y() < ax.patches[1].get_y()
         assert ax.yaxis_inverted()
     assert [text.get_text() for text in ax.texts] == ["0.0%", "7.2%"], "gaps"

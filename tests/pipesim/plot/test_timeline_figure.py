@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,9 @@ from matplotlib.textpath import TextPath
 
 import pipesim as ps
 from pipesim import plot
+from pipesim.errors import ArgumentError, LegibilityWarning
 from pipesim.ops import COMPUTE, TRANSFERS, Op
-from pipesim.plot.fitting_labels import LARGEST, SMALLEST, BoxLabels, points_per_unit
+from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.texts import TIME_UNITS
 
@@ -109,6 +112,42 @@ def test_the_legend_is_outside_the_cells_and_can_be_left_out() -> None:
     assert simulated().plot(ax=axes(), legend=False).get_legend() is None
 
 
+@pytest.mark.parametrize("place", ["top", "bottom", "right"])
+def test_a_legend_is_beside_the_axes(place: Any) -> None:
+    """Of one axes, and of the axes of panels; and nothing is cut."""
+    figure = plot.panels({"a": simulated(), "b": simulated()}, legend=place, height=3)
+    ax = simulated().plot(ax=axes(), legend=place)
+    assert figure.get_figheight() == 3
+    for whole, legend, inner in ((ax.figure, ax.get_legend(), [ax]),
+                                 (figure, figure.legends[0], figure.axes)):  # fmt: skip
+        whole.draw_without_rendering()
+        box = legend.get_window_extent()
+        labels = [inner[-1].xaxis.label.get_window_extent(), *(x.bbox for x in inner)]
+        assert {
+            "top": box.y0 >= max(label.y1 for label in labels),
+            "bottom": box.y1 <= min(label.y0 for label in labels),
+            "right": box.x0 >= max(label.x1 for label in labels),
+        }[place]
+        assert 0 <= box.x0 < box.x1 <= whole.bbox.x1
+        assert 0 <= box.y0 < box.y1 <= whole.bbox.y1
+
+
+def test_a_height_is_that_of_a_new_figure() -> None:
+    timeline = simulated(n=2, m=2)
+    drawings = [timeline.plot(height=2.5), plot.memory(timeline, height=2.5),
+                timeline.plot.idle(height=2.5), timeline.graph.plot(height=2.5),
+                plot.bars(ps.compare({"1f1b": timeline}), height=2.5),
+                plot.accuracy([1.0], [1.0], height=2.5),
+                ps.Comparison(timeline, timeline).plot(height=2.5)]  # fmt: skip
+    assert [ax.figure.get_figheight() for ax in drawings] == [2.5] * 7
+    assert plot.overlay({"a": ps.Comparison(timeline, timeline)}, height=2.5).get_figheight() == 2.5
+    with plot.style(height=1.5):
+        assert timeline.plot().figure.get_figheight() == 1.5
+        assert timeline.plot(height=2.5).figure.get_figheight() == 2.5
+    with pytest.raises(ArgumentError, match="give one of both"):
+        timeline.plot(ax=axes(), height=2)
+
+
 def test_a_legend_of_four_is_one_line_of_a_column() -> None:
     ax = simulated("gpipe", 4, 4, recompute="always").plot(ax=axes(plot.ONE_COLUMN))
     ax.figure.canvas.draw()
@@ -164,7 +203,7 @@ def test_cells_carry_the_numbers_of_their_microbatches() -> None:
                    strict=True)  # fmt: skip
     got = zip(*numbers.centre.T, map(int, numbers.texts), strict=True)
     np.testing.assert_allclose(sorted(got), sorted(expected))
-    assert len(numbers.fitting()[0]) == 12
+    assert len(numbers.fitting().indices) == 12
 
 
 def test_cells_of_collectives_say_which_they_are() -> None:
@@ -177,20 +216,73 @@ def test_cells_of_collectives_say_which_they_are() -> None:
     assert sorted(set(texts)) == [".0", ".1", "0", "0c", "0g", "0k", "0v"]
 
 
-def test_numbers_vanish_when_they_do_not_fit_and_come_back() -> None:
+def test_numbers_vanish_with_a_warning_and_come_back() -> None:
+    """The warning names a size of figure that has room."""
     ax = simulated("1f1b", 8, 64).plot(ax=axes(3.5, 2.0), unit="ms")
     numbers = numbers_in(ax)
-    assert len(numbers.fitting()[0]) == 0
-    ax.figure.set_size_inches(60, 6)
-    assert len(numbers.fitting()[0]) == len(numbers.texts) == 2 * 8 * 64
+    assert len(numbers.fitting().indices) == 0
+    with pytest.warns(LegibilityWarning, match="1024 of 1024 boxes .* have no number") as caught:
+        ax.figure.draw_without_rendering()
+    size = re.search(r"about ([0-9.]+) by ([0-9.]+) inches", str(caught[0].message))
+    assert size is not None
+    ax.figure.set_size_inches(*map(float, size.groups()))
+    ax.figure.draw_without_rendering()
+    assert len(numbers.fitting().indices) == len(numbers.texts) == 2 * 8 * 64
     ax.figure.set_size_inches(3.5, 2.0)
     ax.set_xlim(0, 100)
     ax.set_ylim(2.5, -0.5)
-    assert len(numbers.fitting()[0]) > 0
+    assert len(numbers.fitting().indices) > 0
+
+
+@pytest.mark.parametrize("height", [1.0, 2.0, 3.0])
+def test_numbers_do_not_vanish_without_a_warning(height: float) -> None:
+    """In figures that are ever lower and narrower, and of every operation alike."""
+    for width in (1.8, 2.4, 3.5, 7.16):
+        ax = simulated("1f1b", 4, 16).plot(ax=axes(width, height))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ax.figure.draw_without_rendering()
+        numbers = numbers_in(ax)
+        shown = numbers.fitting()
+        assert 5 <= shown.size <= 7
+        if not caught:
+            of_op = [np.isin(shown.indices, np.flatnonzero(kind)).sum()
+                     for kind in (numbers.width < 15, numbers.width > 15)]  # fmt: skip
+            assert min(of_op) >= 0.5 * max(of_op) > 0
+
+
+def test_every_fifth_micro_batch_has_numbers_where_not_all_fit() -> None:
+    """The same ones in all axes of a figure, and no two numbers meet."""
+    steps = {"1f1b": simulated("1f1b", 4, 16), "gpipe": simulated("gpipe", 4, 24)}
+    figure = plot.panels(steps, columns=1, height=2.5)
+    figure.draw_without_rendering()
+    shown = {name: numbers_in(ax).fitting() for name, ax in zip(steps, figure.axes, strict=True)}
+    assert {labels.every for labels in shown.values()} == {5}
+    assert {labels.size for labels in shown.values()} == {5}
+    for ax, labels in zip(figure.axes, shown.values(), strict=True):
+        numbers, points = numbers_in(ax), points_per_unit(ax)[0]
+        texts = np.array(numbers.texts)[labels.indices]
+        assert {int(text) % 5 for text in texts} == {0}
+        for device in range(4):
+            row = labels.indices[numbers.centre[labels.indices, 1] == device]
+            x = np.sort(numbers.centre[row, 0]) * points
+            widths = 0.6 * 5 * numbers.digits[row][np.argsort(numbers.centre[row, 0])]
+            assert (np.diff(x) >= (widths[1:] + widths[:-1]) / 2).all()
+
+
+def test_numbers_have_one_size_in_a_figure_and_a_smallest_one() -> None:
+    predicted = simulated("1f1b", 4, 12)
+    ax = ps.Comparison(predicted, measured(predicted)).plot(ax=axes(5, 2))
+    ax.figure.draw_without_rendering()
+    sizes = {numbers_in(ax, f"{name}:numbers").fitting().size for name in ("predicted", "measured")}
+    assert len(sizes) == 1
+    with pytest.warns(LegibilityWarning, match="letters of 14 points"):
+        simulated("1f1b", 4, 12).plot(ax=axes(3.5, 2), numbers=14).figure.draw_without_rendering()
 
 
 def test_numbers_vanish_in_rows_that_are_too_low() -> None:
-    assert len(numbers_in(simulated("gpipe", 32, 2).plot(ax=axes(7, 1))).fitting()[0]) == 0
+    ax = simulated("gpipe", 32, 2).plot(ax=axes(7, 1))
+    assert len(numbers_in(ax).fitting().indices) == 0
 
 
 @pytest.mark.slow
@@ -201,8 +293,10 @@ def test_numbers_that_are_drawn_lie_within_their_cells(width: float) -> None:
         ax = timeline.plot(ax=axes(width))
         ax.figure.canvas.draw()
         numbers = numbers_in(ax)
-        fitting, size = numbers.fitting()
-        assert SMALLEST <= size <= LARGEST
+        fitting, size, every, _ = numbers.fitting()
+        assert 5 <= size <= 7
+        if every > 1:
+            continue
         x, y = points_per_unit(ax)
         for index in fitting:
             text = TextPath((0, 0), numbers.texts[index], prop=FontProperties(size=size))
@@ -211,23 +305,13 @@ def test_numbers_that_are_drawn_lie_within_their_cells(width: float) -> None:
             assert extent.height < numbers.height[index] * y
 
 
-def test_numbers_of_an_operation_are_drawn_all_or_none() -> None:
-    """Twelve micro-batches in a column: B has room for two digits, F has not."""
-    ax = simulated("1f1b", 4, 16).plot(ax=axes(4.5))
-    numbers = numbers_in(ax)
-    of_drawn = numbers.kinds[numbers.fitting()[0]].tolist()
-    assert of_drawn == [Op.B] * (4 * 16)
-
-
 def test_a_number_that_does_not_fit_its_cell_is_left_out() -> None:
     ax = axes(7, 1)
     ax.set_xlim(0, 61)
-    width, kinds = np.append(np.full(60, 1.0), 0.7), np.zeros(61, np.int8)
-    numbers = BoxLabels(
-        np.arange(61.0), np.zeros(61), width, np.ones(61), ["7"] * 61, ["k"] * 61, kinds
-    )
+    width = np.append(np.full(60, 1.0), 0.5)
+    numbers = BoxLabels(np.arange(61.0), np.zeros(61), width, np.ones(61), ["7"] * 61, ["k"] * 61)
     ax.add_artist(numbers)
-    assert numbers.fitting()[0].tolist() == list(range(60))
+    assert numbers.fitting().indices.tolist() == list(range(60))
 
 
 def texts_in(ax: Axes, path: Path) -> list[str]:
@@ -251,7 +335,7 @@ def test_a_large_timeline_is_a_few_artists() -> None:
     ax = timeline.plot(ax=axes(7.16, 6), transfers=True, dependencies=True)
     assert len(ax.get_children()) < 40
     assert len(boxes(ax, "cells:F")) == 32 * 256
-    assert len(numbers_in(ax).fitting()[0]) == 0
+    assert len(numbers_in(ax).fitting().indices) == 0
     ax.figure.canvas.draw()
     extents = [tick.get_window_extent() for tick in ax.get_yticklabels()]
     assert all(upper.y0 >= lower.y1 for upper, lower in pairwise(extents))
