@@ -79,7 +79,7 @@ class Costs(CostFields):
     nested sequences or an array of shape ``(n_stages, n_microbatches)``. One row stands for all
     stages. If replicas have other micro-batches, give ``n_replicas * n_microbatches`` values a
     stage: first those of replica 0. Fields of whole stages, such as ``optimizer_step`` and
-    ``parameter_bytes``, have one value a stage at most.
+    ``parameter_bytes``, have one value a stage at most. Bytes may be texts such as ``"2GiB"``.
 
     Attributes
     ----------

@@ -33,6 +33,7 @@ from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.network.collectives import ALL_REDUCE
 from pipesim.network.network import Network
 from pipesim.ops import LISTED, Op
+from pipesim.utils.texts import parse_bytes
 
 #: One value for all stages, one a stage, or one a stage and micro-batch.
 PerStage = float | tuple[float, ...] | tuple[tuple[float, ...], ...]
@@ -134,7 +135,8 @@ def _checked_rows(name: str, rows: Sequence[Any]) -> PerStage:
 
 
 def _checked_number(name: str, value: object, where: str) -> float:
-    result = number(value)
+    is_text = isinstance(value, str) and ROWS[name].unit == "bytes"
+    result = parse_bytes(value) if is_text else number(value)
     if result is None or result < 0 or math.isinf(result):
         raise CostsError(f"{name}{where} must be finite {ROWS[name].unit} >= 0, got {value!r}")
     return result

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, CostsError, GraphError, number
 from pipesim.graph.tasks import Kinds
+from pipesim.utils.texts import parse_bytes
 
 #: Source and target stage.
 Skip = tuple[int, int]
@@ -133,7 +134,7 @@ def checked_skip_bytes(value: object) -> SkipBytes | None:
 
 
 def _checked_bytes(what: str, value: object) -> float:
-    got = number(value)
+    got = parse_bytes(value) if isinstance(value, str) else number(value)
     if got is None or not 0 <= got < np.inf:
         raise CostsError(f"{what} must be finite bytes >= 0, got {value!r:.60}")
     return got

@@ -26,7 +26,7 @@ from pipesim.network.network import Network
 from pipesim.network.sources import EFFICIENCY
 from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path, read_json
-from pipesim.utils.texts import in_bytes
+from pipesim.utils.texts import in_bytes, parse_rate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,6 +228,8 @@ class GPU:
             value = getattr(self, field)
             if field == "memory":
                 value = in_bytes("memory", value)
+            if field == "bandwidth" and isinstance(value, str):
+                value = parse_rate(value) or value
             if value is not None or field not in ("memory", "peak_flops", "attention_half_depth"):
                 checked = checked_value(field, value, unit, above_zero=field in _RATES)
                 object.__setattr__(self, field, checked)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import NetworkError, check_count, number
 from pipesim.utils.checks import Count, Fraction, Range, Seconds, checked, checked_names
+from pipesim.utils.texts import parse_rate
 
 #: Largest device number of a network; a pair of device numbers then fits 64 bits.
 MAX_DEVICE = 2**31 - 1
@@ -126,8 +127,8 @@ class Link:
         )
 
 
-#: Bytes a second, which may be infinite.
-Bandwidth = Annotated[float, Range(0, math.inf, above=True)]
+#: Bytes a second, which may be infinite; also a text such as ``"25GB/s"``.
+Bandwidth = Annotated[float, Range(0, math.inf, above=True, parse=parse_rate)]
 
 
 @checked
@@ -449,6 +450,8 @@ def checked_speed(
     where: object, latency: object, bandwidth: object, prefix: str = ""
 ) -> tuple[float, float]:
     """Return a latency and a bandwidth as floats, from any kind of numbers."""
+    if isinstance(bandwidth, str):
+        bandwidth = bandwidth if (parsed := parse_rate(bandwidth)) is None else parsed
     seconds, rate = number(latency), number(bandwidth)
     if seconds is None or not 0 <= seconds < math.inf:
         raise NetworkError(f"{where}: {prefix}latency must be finite and >= 0 s, got {latency!r}")

@@ -76,7 +76,8 @@ class Network:
         A message holds no stream and no link for its latency, so that no device waits for it with
         ``lower(overlap=False)``. ``Costs.output_seconds`` are seconds that hold both.
     bandwidth
-        Bytes a second, for the same pairs; ``math.inf`` (the default) makes messages pure latency.
+        Bytes a second, for the same pairs, also as ``"25GB/s"`` or in bits as ``"200Gb/s"``;
+        ``math.inf`` (the default) makes messages pure latency.
     links
         Links of particular pairs, which may be shared. Their messages hold no other link.
     nodes

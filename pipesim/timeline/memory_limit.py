@@ -19,9 +19,6 @@ from pipesim.timeline.timeline import Timeline
 from pipesim.utils.texts import format_bytes, format_time, in_bytes
 
 Floats = NDArray[np.float64]
-#: Devices that a text names.
-_MOST_NAMED = 3
-
 
 class Excess(NamedTuple):
     """A device that needs more bytes than it may hold."""
@@ -117,13 +114,16 @@ def _too_full(timeline: Timeline) -> list[int]:
     )
 
 
-def excesses(timeline: Timeline, most: int | None = None) -> list[Excess]:
-    """Return the (at ``most`` so many) devices that need more bytes than they may hold.
+def excesses(timeline: Timeline, *, worst: bool = False) -> list[Excess]:
+    """Return the devices that need more bytes than they may hold, or the ``worst`` one alone.
 
     Equal devices of several replicas are one entry: that of the first of them.
     """
     limit = timeline.memory.limit
-    groups = _equal_devices(timeline)[:most]
+    groups = _equal_devices(timeline)
+    if worst and limit is not None:
+        over = reserved_memory(timeline) - limit
+        groups = sorted(groups, key=lambda group: -over[group[0]])[:1]
     if limit is None or not groups:
         return []
     reserved = reserved_memory(timeline)
@@ -177,14 +177,16 @@ def excess_text(excess: Excess) -> str:
 
 
 def limit_text(timeline: Timeline) -> str:
-    """Return one sentence that names the devices that need too much; empty if there are none."""
-    too_full, shown = _too_full(timeline), excesses(timeline, _MOST_NAMED)
-    named = "; ".join(map(excess_text, shown))
-    more = len(too_full) - sum(excess.n_equal for excess in shown)
+    """Return a sentence on the device that needs most beyond its limit; empty if there is none."""
+    too_full = _too_full(timeline)
+    if not too_full:
+        return ""
+    (worst,) = excesses(timeline, worst=True)
+    more = len(too_full) - worst.n_equal
     others = f"; {more} more device{'s' * (more > 1)} too" if more > 0 else ""
-    share = costs_of(timeline).memory_reserve if too_full else 0.0
+    share = costs_of(timeline).memory_reserve
     reserve = f"; {share:.3g} of the tensors' bytes are the allocator's reserve" if share else ""
-    return f"timeline {timeline.name!r} does not fit: {named}{others}{reserve}" if too_full else ""
+    return f"timeline {timeline.name!r} does not fit: {excess_text(worst)}{others}{reserve}"
 
 
 def static_text(timeline: Timeline) -> str:

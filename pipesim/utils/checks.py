@@ -55,6 +55,8 @@ class Range(NamedTuple):
     low: float = -_MAX
     high: float = _MAX
     above: bool = False
+    #: Reads a text, such as "80GiB", as a number; None if it is none.
+    parse: Callable[[str], float | None] | None = None
 
     def text(self, kind: type) -> str:
         """Return the description of the allowed numbers of a type."""
@@ -269,6 +271,8 @@ def _of_range(kind: type, allowed: Range) -> Check:
     high = math.inf if kind is int and allowed.high == _MAX else allowed.high
 
     def run(name: str, value: Any) -> Any:
+        if isinstance(value, str) and allowed.parse:
+            value = value if (parsed := allowed.parse(value)) is None else parsed
         result = check_count(name, value, int(allowed.low)) if kind is int else number(value)
         if result is None:
             raise wrong_type(name, wanted, value)

@@ -191,6 +191,16 @@ def parse_bytes(text: str) -> float | None:
     return None if size is None else value * size
 
 
+def parse_rate(text: str) -> float | None:
+    """Parse bytes a second such as ``"25GB/s"``, or bits such as ``"400 Gb/s"``; None if none."""
+    amount, slash, second = text.strip().partition("/")
+    if second != "s":
+        return None if slash else parse_float(amount)
+    value = parse_bytes(amount)
+    is_bits = amount.endswith("b")  # data sheets of networks write b for bits, and B for bytes
+    return value if value is None or not is_bits else value / 8
+
+
 def in_bytes(name: str, value: T | str) -> T | float:
     """Return a text such as ``"80GiB"`` as a number of bytes, and other values as they are."""
     if not isinstance(value, str):
