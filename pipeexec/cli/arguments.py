@@ -116,6 +116,7 @@ def _add_validate(command: argparse.ArgumentParser) -> None:
     add_options(group, RunOptions, ["repeat"], parse=integer, with_defaults=True)
     text = "predict from this costs.json, or the run directory that has it, without calibration"
     group.add_argument("--costs", type=Path, metavar="FILE", help=text)
+    _add_details(command)
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
@@ -145,6 +146,12 @@ def _add_train(command: argparse.ArgumentParser) -> None:
 
 def _add_show(command: argparse.ArgumentParser) -> None:
     command.add_argument("directory", type=Path, help="run directory, or that of a training")
+    _add_details(command)
+
+
+def _add_details(command: argparse.ArgumentParser) -> None:
+    text = "print intervals of the errors of a validation too, their parts, and those of operations"
+    command.add_argument("--details", action="store_true", help=text)
 
 
 #: Adds the arguments of each command, and its summary.

@@ -213,7 +213,7 @@ def _validate(arguments: argparse.Namespace, processes: Processes | None = None)
     record = {**run.record, "repeat": arguments.repeat, "costs": source}
     if is_printer():
         validation.save(path, record=record)
-    print_result(report(validation))
+    print_result(report(validation, details=arguments.details))
     print_result(f"\nwrote {path}: the figure is {path / 'overlay.png'}")
     return 0
 
@@ -269,7 +269,7 @@ def show(arguments: argparse.Namespace) -> int:
     if "rows" not in record and TABLE in record["files"]:
         print(profile_report(Profile.load(folder)))
     else:
-        print(report(load_run(folder)))
+        print(report(load_run(folder), details=arguments.details))
     return 0
 
 

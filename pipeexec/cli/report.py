@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pipeexec.validation.result import Validation
 
 
-def report(validation: Validation) -> str:
-    """Return the report of a validation: errors, their parts, costs."""
-    parts = [_table_text(validation.table)]
+def report(validation: Validation, *, details: bool = False) -> str:
+    """Return the report of a validation: an error a row, costs; with ``details`` its parts, too."""
+    parts = [_table_text(validation.table, details=details)]
     differences = validation.differences
     clear = differences[differences["beyond_noise"]]
     if len(clear):
@@ -27,21 +27,21 @@ def report(validation: Validation) -> str:
             f"order of rows: {int(clear['right'].sum())} of {len(clear)} differences beyond noise "
             "predicted with the right sign"
         )
-    counts = {len(row.predictions) for row in validation.rows.values()} - {0}
-    if counts:
-        sample = f"by Student's t over {max(counts)} repeats"
-    else:
-        sample = (
-            "by Student's t over the steps of one calibration (--repeat tells how calibrations "
-            "vary)"
+    meaning = "error: predicted over measured makespan, minus 1 (median of the steps"
+    if details:
+        counts = {len(row.predictions) for row in validation.rows.values()} - {0}
+        sample = f"{max(counts)} repeats" if counts else (
+            "the steps of one calibration (--repeat tells how calibrations vary)"
+        )  # fmt: skip
+        parts.append(
+            f"{meaning}; worst of any step)\nreplay: the same for each step simulated from its own "
+            "durations\nmean (95 %): mean error and its confidence interval, by Student's t over "
+            f"{sample}"
         )
-    parts.append(
-        "error: predicted over measured makespan, minus 1 (median of the steps; worst of any "
-        "step)\nreplay: the same for each step simulated from its own durations\n"
-        f"mean (95 %): mean error and its confidence interval, {sample}"
-    )
-    parts += _parts_text(validation.parts)
-    parts += _ops_text(validation.ops)
+        parts += _parts_text(validation.parts)
+        parts += _ops_text(validation.ops)
+    else:
+        parts.append(f"{meaning}); pipeexec show DIRECTORY --details has its intervals and parts")
     if validation.profile is not None:
         parts.append(_costs_text(validation.profile))
         parts += _fits_text(validation.profile.fits.query("source < 0"))
@@ -97,11 +97,11 @@ def _ops_text(ops: pd.DataFrame) -> list[str]:
     if ops.empty:
         return []
     half = (ops["high"] - ops["low"]) / 2
-    cells = (
-        ops["error"]
-        .map("{:+.1%}".format)
-        .str.cat(half.map(lambda x: "" if math.isnan(x) else f" ±{x:.1%}"))
-    )
+    cells = ops["error"].map("{:+.1%}".format)
+    for row, (error, own) in enumerate(zip(ops["error"], half, strict=True)):
+        if not math.isnan(own):
+            decimals = _decimals(own)
+            cells.iloc[row] = f"{error:+.{decimals}%} ±{own:.{decimals}%}"
     table = cells.unstack("graph", sort=False).fillna("")
     names = [name for name in ops.index.unique("graph") if name in table]
     text = table[names].rename_axis(columns=None).to_string()
@@ -155,21 +155,21 @@ def _fits_text(fits: pd.DataFrame) -> list[str]:
     ]
 
 
-def _table_text(table: pd.DataFrame) -> str:
-    """Return the table of a validation, in ms and MiB."""
+def _table_text(table: pd.DataFrame, *, details: bool) -> str:
+    """Return the table of a validation, in ms and MiB; with ``details``, with all of its errors."""
     from pipesim.utils.packages import pandas as pd
 
     mib = 1 << 20
-    columns = {
+    columns: dict[str, Any] = {
         "predicted ms": table["predicted"].map(lambda s: f"{s * 1e3:.1f}"),
         "measured ms": table["measured"].map(lambda s: f"{s * 1e3:.1f}"),
         "error": table["error"].map("{:+.1%}".format),
-        "worst": table["worst"].map("{:+.1%}".format),
-        "replay": table["replay"].map("{:+.1%}".format),
-        "mean (95 %)": [
-            _interval_text(*row)
-            for row in table[["error_mean", "error_low", "error_high"]].to_numpy().tolist()
-        ],
+    }
+    if details:
+        columns |= {name: table[name].map("{:+.1%}".format) for name in ("worst", "replay")}
+        intervals = table[["error_mean", "error_low", "error_high"]].to_numpy().tolist()
+        columns["mean (95 %)"] = [_interval_text(*row) for row in intervals]
+    columns |= {
         "bubble pred.": table["bubble_predicted"].map("{:.1%}".format),
         "bubble meas.": table["bubble_measured"].map("{:.1%}".format),
         "memory pred. MiB": table["memory_predicted"].map(lambda b: f"{b / mib:.1f}"),
@@ -181,4 +181,10 @@ def _table_text(table: pd.DataFrame) -> str:
 def _interval_text(mean: float, low: float, high: float) -> str:
     if math.isnan(low):
         return f"{mean:+.1%}"
-    return f"{mean:+.1%} ({low:+.1%} to {high:+.1%})"
+    decimals = _decimals((high - low) / 2)
+    return f"{mean:+.{decimals}%} ({low:+.{decimals}%} to {high:+.{decimals}%})"
+
+
+def _decimals(half_width: float) -> int:
+    """Return the decimals of a percentage that its interval leaves: none at 5 % or more."""
+    return 0 if half_width >= 0.05 else 1

@@ -37,6 +37,7 @@ _ADVICE = {
     "such as constants=(": "such as --constants flops",
     "such as fields={": "--fields JSON",
     "such as only={": "--only JSON",
+    "give input_grad and weight_grad": "--input-grad and --weight-grad",
     "leaves it out": "--ops JSON, with null for None",
     "or n_ranks=": "the folder of these files, or --ranks N",
 }

@@ -69,6 +69,11 @@ def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict
     }
 
 
+def _peaks(column: pd.Series[float]) -> list[str]:
+    """Return peaks of memory in GiB; a dash where no bytes were given."""
+    return format_numbers(column.where(column != 0), GIB)
+
+
 def cause_columns(
     table: pd.DataFrame, format_column: Callable[[pd.Series[float]], list[str]]
 ) -> dict[str, list[str]]:
@@ -226,15 +231,14 @@ def simulate(args: argparse.Namespace) -> None:
         f"makespan     {format_numbers([timeline.makespan], _MS)[0]} ms\n{_interval_line(timeline)}"
         f"bubble       {timeline.bubble_fraction:.1%}\n"
         f"throughput   {format_numbers([timeline.throughput])[0]} micro-batches/s\n"
-        f"peak memory  {format_numbers([timeline.memory.peak.max()], GIB)[0]} GiB "
-        f"(device {timeline.memory.peak.argmax()})\n{_host_line(timeline)}{result_lines(timeline)}"
+        f"peak memory  {_peak_text(timeline)}\n{_host_line(timeline)}{result_lines(timeline)}"
     )
     columns = {
         "device": [str(device) for device in devices.index],
         "busy (ms)": format_numbers(devices["busy"], _MS),
         "idle (ms)": format_numbers(devices["idle"], _MS),
         "utilization": [f"{share:.1%}" for share in devices["utilization"]],
-        "peak memory (GiB)": format_numbers(devices["peak_memory"], GIB),
+        "peak memory (GiB)": _peaks(devices["peak_memory"]),
     }
     print(align_columns(columns))
     if timeline.memory.fits is False:
@@ -248,6 +252,14 @@ def simulate(args: argparse.Namespace) -> None:
                 heading | cause_columns(causes, lambda seconds: format_numbers(seconds, _MS))
             )
         )
+
+
+def _peak_text(timeline: Timeline) -> str:
+    """Return the peak of the fullest device, or that it is not known."""
+    peak = timeline.memory.peak
+    if not peak.any():
+        return "-: no bytes are given, such as --activation-bytes and --parameter-bytes"
+    return f"{format_numbers([peak.max()], GIB)[0]} GiB (device {peak.argmax()})"
 
 
 def _interval_line(timeline: Timeline) -> str:
@@ -290,7 +302,7 @@ def compare(args: argparse.Namespace) -> None:
         "relative": [f"{ratio:.3f}" for ratio in table["relative"]],
         "bubble": [f"{share:.1%}" for share in table["bubble_fraction"]],
         "micro-batches/s": format_numbers(table["throughput"]),
-        "peak memory (GiB)": format_numbers(table["peak_memory"], GIB),
+        "peak memory (GiB)": _peaks(table["peak_memory"]),
         **known_result_columns(table),
     }
     print(align_columns(columns))
@@ -330,7 +342,7 @@ def sweep(args: argparse.Namespace) -> None:
         "makespan (ms)": format_numbers(table["makespan"], _MS),
         "bubble": [f"{share:.1%}" if share == share else "-" for share in table["bubble_fraction"]],
         "micro-batches/s": format_numbers(table["throughput"]),
-        "peak memory (GiB)": format_numbers(table["peak_memory"], GIB),
+        "peak memory (GiB)": _peaks(table["peak_memory"]),
         **known_result_columns(table, own),
     }
     print(align_columns(columns))

@@ -135,8 +135,9 @@ def _checked_rows(name: str, rows: Sequence[Any]) -> PerStage:
 
 
 def _checked_number(name: str, value: object, where: str) -> float:
-    is_text = isinstance(value, str) and ROWS[name].unit == "bytes"
-    result = parse_bytes(value) if is_text else number(value)
+    result = number(value)
+    if isinstance(value, str) and ROWS[name].unit == "bytes":
+        result = parse_bytes(value)
     if result is None or result < 0 or math.isinf(result):
         raise CostsError(f"{name}{where} must be finite {ROWS[name].unit} >= 0, got {value!r}")
     return result

@@ -168,7 +168,7 @@ class PlanChoice:
         parts += ["sequence parallel"] * self.sequence_parallel
         parts += [offload_text(self)] * (self.offload != "none")
         if len(set(self.layers_per_stage)) > 1:
-            parts.append(f"{layers_text(self.layers_per_stage)} layers")
+            parts.append(f"{layers_text(self.layers_per_stage)} layers by stage")
         return ", ".join(parts)
 
 
@@ -278,9 +278,16 @@ def offload_text(choice: PlanChoice) -> str:
 
 
 def layers_text(sizes: Sequence[int]) -> str:
-    """Return the layers of each stage as a sum in order of stages, such as ``"4+14x5+6"``."""
+    """Return the layers of each stage as a sum in order of stages, such as ``"4+5(x14)+6"``.
+
+    The first stage without a layer has the embedding alone, and the last one the head.
+    """
     runs = [(size, len(list(run))) for size, run in groupby(sizes)]
-    return "+".join(f"{n}x{size}" if n > 1 else str(size) for size, n in runs)
+    texts = [f"{size}(x{n})" if n > 1 else str(size) for size, n in runs]
+    for end, module in ((0, "embedding"), (-1, "head")):
+        if runs[end] == (0, 1):
+            texts[end] = f"0({module} alone)"
+    return "+".join(texts)
 
 
 Floats = NDArray[np.float64]

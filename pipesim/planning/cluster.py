@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -263,6 +264,7 @@ class Cluster:
         nic_efficiency: float | None = None,
     ) -> None:
         self.groups = groups_of_nodes(machine, n_gpus, gpu, memory)
+        self._factors: Mapping[str, float] = {}  # of `scaled`
         if network_efficiency is not None:
             network_efficiency = checked_share("network_efficiency", network_efficiency)
         if nic_efficiency is not None:
@@ -304,6 +306,12 @@ class Cluster:
         """GPUs of a node; 1 for a network without nodes."""
         nodes = self._network.nodes
         return 1 if nodes is None else min(nodes.gpus_per_node, self.n_gpus)
+
+    @property
+    def scaling(self) -> str:
+        """Factors of `scaled` in words, such as ``"scaled: flops 0.5"``; empty without any."""
+        factors = ", ".join(f"{name} {factor:g}" for name, factor in self._factors.items())
+        return factors and f"scaled: {factors}"
 
     @property
     def memory(self) -> float:
@@ -370,6 +378,70 @@ class Cluster:
         kinds = [number_of[group.gpu] for group in self.groups for _ in range(group.n_gpus)]
         return [sorted(set(kinds[k : k + size])) for k in range(0, len(kinds), size)]
 
+    def scaled(
+        self,
+        *,
+        flops: float = 1.0,
+        memory: float = 1.0,
+        memory_bandwidth: float = 1.0,
+        bandwidth: float = 1.0,
+        nic_bandwidth: float | None = None,
+        latency: float = 1.0,
+    ) -> Cluster:
+        """Return this cluster with rates, memory or latencies multiplied by factors, for a what-if.
+
+        Parameters
+        ----------
+        flops
+            Factor of the FLOP/s of all GPUs, and of the peak that MFU is of.
+        memory, memory_bandwidth
+            Factors of the bytes of each GPU, and of the rate at which it reads and writes them.
+        bandwidth, nic_bandwidth, latency
+            Factors of the network, as in `Network.scaled`.
+
+        Returns
+        -------
+        Cluster
+            The cluster, whose ``repr`` names the factors.
+
+        Examples
+        --------
+        >>> import pipesim as ps
+        >>> ps.Cluster("dgx_h100", n_gpus=64).scaled(nic_bandwidth=0.5)
+        <Cluster of 64 h100_sxm (76.0 GiB): 8 nodes of 8 GPUs, 315 GB/s inside a node, 17.5 GB/s a
+         NIC, 0.7 of nominal, NICs 0.35; scaled: nic_bandwidth 0.5>
+        """
+        factors = {"flops": flops, "memory": memory, "memory_bandwidth": memory_bandwidth}
+        for name, factor in factors.items():
+            if not 0 < (number(factor) or 0.0) < math.inf:
+                raise ArgumentError(f"{name} must be a finite factor > 0, got {factor!r:.60}")
+        network = self._network.scaled(
+            latency=latency, bandwidth=bandwidth, nic_bandwidth=nic_bandwidth
+        )
+        rows = [
+            (
+                group.machine,
+                group.n_gpus,
+                replace(
+                    group.gpu,
+                    flops=group.gpu.flops * flops,
+                    peak_flops=group.gpu.peak * flops,
+                    bandwidth=group.gpu.bandwidth * memory_bandwidth,
+                    memory=(group.gpu.memory or 0.0) * memory,
+                ),
+            )
+            for group in self.groups
+        ]
+        scaled = Cluster(rows, network=network, usable_memory=self.usable_memory)
+        factors |= {"bandwidth": bandwidth, "latency": latency}
+        factors |= {} if nic_bandwidth is None else {"nic_bandwidth": nic_bandwidth}
+        own = {name: factor for name, factor in factors.items() if factor != 1}
+        scaled._factors = {
+            name: self._factors.get(name, 1.0) * own.get(name, 1.0)
+            for name in dict.fromkeys((*self._factors, *own))
+        }
+        return scaled
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or TOML.
 
@@ -435,8 +507,9 @@ class Cluster:
         if self.usable_memory < 1:
             gpus += f", {self.usable_memory:.0%} of memory usable"
         nodes = self._network.nodes
+        scaled = f"; {self.scaling}" if self.scaling else ""
         if nodes is None:
-            return f"{gpus}: {self._network.bandwidth / 1e9:g} GB/s between GPUs"
+            return f"{gpus}: {self._network.bandwidth / 1e9:g} GB/s between GPUs{scaled}"
         size, count = self.gpus_per_node, self.n_gpus // self.gpus_per_node
         share, of_nics = self._network.nominal_share, self._network.nominal_nic_share
         of_nominal = "" if share is None else f", {share:.3g} of nominal"
@@ -444,7 +517,7 @@ class Cluster:
         text = f"{gpus}: {count} node{'s' * (count > 1)} of {size} GPUs"
         return (
             f"{text}, {nodes.port_bandwidth / 1e9:g} GB/s inside a node, "
-            f"{nodes.nic_bandwidth / 1e9:g} GB/s a NIC{of_nominal}"
+            f"{nodes.nic_bandwidth / 1e9:g} GB/s a NIC{of_nominal}{scaled}"
         )
 
     def _check_nodes(self) -> None:

@@ -143,7 +143,7 @@ class TrainerSettings:
         layers = self.choice.layers_per_stage
         parts = [str(self.choice)]
         if layers and len(set(layers)) == 1:  # the text of a choice has the others
-            parts.append(f"{layers_text(layers)} layers")
+            parts.append(f"{layers_text(layers)} layers by stage")
         parts += [f"layout {self.stage_layout}"] * bool(self.stage_layout)
         parts += [f"order of {self.schedule_csv}"] * bool(self.schedule_csv)
         parts += [f"{len(self.ignored)} ignored"] * bool(self.ignored)

@@ -381,6 +381,11 @@ def _known_steps(problem: PlanProblem) -> KnownSteps | None:
 
 def _notes(problem: PlanProblem, n_bands: int) -> tuple[str, ...]:
     """Return assumptions, errors and the order of the first ``n_bands``, to show with results."""
+    scaling = problem.cluster.scaling
+    return (*[f"The cluster is {scaling}."] * bool(scaling), *_assumptions(problem, n_bands))
+
+
+def _assumptions(problem: PlanProblem, n_bands: int) -> tuple[str, ...]:
     if isinstance(problem.model, Layers):
         return ()
     if problem.encoders:

@@ -20,6 +20,7 @@ from pipesim.utils.texts import format_bytes, format_time, in_bytes
 
 Floats = NDArray[np.float64]
 
+
 class Excess(NamedTuple):
     """A device that needs more bytes than it may hold."""
 

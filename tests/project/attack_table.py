@@ -172,6 +172,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Cluster.from_dict": lambda _: {"values": {"machine": "dgx_h100", "n_gpus": 8}},
     "ps.Cluster.gpu_numbers": lambda _: {"self": cluster()},
     "ps.Cluster.network": lambda _: {"self": cluster()},
+    "ps.Cluster.scaled": lambda _: {"self": cluster()},
     "ps.Cluster.to_dict": lambda _: {"self": cluster()},
     "ps.Cluster.usable_bytes": lambda _: {"self": cluster(), "gpu": cluster().gpu},
     "ps.plan": planned,

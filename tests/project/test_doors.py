@@ -399,20 +399,43 @@ def test_another_efficiency_replaces_that_of_a_network() -> None:
 
 
 def test_less_bandwidth_never_helps() -> None:
-    """The network of a machine passed in is that machine's; half of a NIC is no gain."""
-    network = ps.Network.preset(MACHINE)
-    assert network.nodes is not None
-    half = replace(
-        network, nodes=replace(network.nodes, nic_bandwidth=network.nodes.nic_bandwidth / 2)
-    )
-    seconds = [
-        ps.plan(
-            MODEL, ps.Cluster(MACHINE, n_gpus=16, network=links), global_batch=64,
-            schedules=["1f1b"], tensor_parallel=2, progress=False,
-        ).best.timeline.makespan
-        for links in (None, network, half)
-    ]  # fmt: skip
-    assert seconds[0] == seconds[1] <= seconds[2]
+    """The network of a machine passed in is that machine's; half of any rate is no gain."""
+    whole = ps.Cluster(MACHINE, n_gpus=16)
+    own = ps.Cluster(MACHINE, n_gpus=16, network=ps.Network.preset(MACHINE))
+    halves = [whole.scaled(**{name: 0.5}) for name in ("nic_bandwidth", "bandwidth", "flops")]  # type: ignore[arg-type]
+    for tensor_parallel, schedule in ((2, "1f1b"), (1, "interleaved_1f1b"), (8, "zb_h1")):
+        seconds = [
+            ps.plan(
+                MODEL, cluster, global_batch=64, schedules=[schedule],
+                tensor_parallel=tensor_parallel, n_best=1, progress=False,
+            ).best.timeline.makespan
+            for cluster in (whole, own, *halves)
+        ]  # fmt: skip
+        assert seconds[0] == seconds[1] <= min(seconds[2:])
+        assert seconds[0] < max(seconds[2:])
+
+
+def test_a_scaled_cluster_is_said() -> None:
+    """Factors multiply; the result says them, and so does its plan."""
+    cluster = ps.Cluster(MACHINE, n_gpus=8)
+    half = cluster.scaled(nic_bandwidth=0.5, memory=2.0, memory_bandwidth=0.25).scaled(flops=0.5)
+    half = half.scaled(flops=0.5)
+    text = "; scaled: memory 2, memory_bandwidth 0.25, nic_bandwidth 0.5, flops 0.25"
+    assert repr(half).endswith(f"{text}>")
+    assert half.gpu.flops == cluster.gpu.flops / 4
+    assert half.gpu.peak == cluster.gpu.peak / 4
+    assert half.gpu.bandwidth == cluster.gpu.bandwidth / 4
+    assert half.memory == 2 * cluster.memory
+    assert half.network() == cluster.network().scaled(nic_bandwidth=0.5)
+    assert cluster.scaled() == cluster
+    plans = ps.plan(
+        MODEL, half, global_batch=8, schedules="1f1b", pipeline_parallel=2, tensor_parallel=4,
+        progress=False,
+    )  # fmt: skip
+    assert text[2:] in plans.summary()
+    for name in ("flops", "latency", "bandwidth"):
+        with pytest.raises(PipeError, match=f"{name} must be a finite factor"):
+            cluster.scaled(**{name: -1})  # type: ignore[arg-type]
 
 
 # Parts of costs.

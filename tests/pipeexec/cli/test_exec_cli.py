@@ -173,7 +173,7 @@ def test_profile_show_and_validate_with_its_costs(
     arguments = ["validate", *options, "--recompute", "never", "--repeat", "2"]
     for file, name in ((path, "1f1b,zb_h1"), (path / "costs.json", "1f1b")):
         own = ["--schedules", name, "--costs", str(file), "--name", name]
-        assert main([*arguments, *own]) == 0
+        assert main([*arguments, *own, "--details"]) == 0
         out = capsys.readouterr().out
         assert "by Student's t over 2 repeats" in out
         assert "what the error consists of" in out
@@ -183,8 +183,15 @@ def test_profile_show_and_validate_with_its_costs(
         assert run.costs == Profile.load(path).costs
         record = read_record(tmp_path / name)
         assert (record["repeat"], record["costs"]) == (2, str(file))
-        assert main(["show", str(tmp_path / name)]) == 0
+        assert main(["show", str(tmp_path / name), "--details"]) == 0
         assert out.startswith(capsys.readouterr().out.rstrip())
+    assert main(["show", str(tmp_path / name)]) == 0
+    short = capsys.readouterr().out
+    heads = short.splitlines()[0]
+    assert "error" in heads
+    assert "worst" not in heads
+    assert "what the error consists of" not in short
+    assert "pipeexec show DIRECTORY --details" in short
 
 
 def test_costs_of_other_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

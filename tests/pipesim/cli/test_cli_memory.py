@@ -9,7 +9,8 @@ from command_output import BASE, fail, rows, succeed
 
 import pipesim as ps
 from pipesim.costs import Workload
-from pipesim.utils.texts import parse_bytes
+from pipesim.errors import CostsError, NetworkError
+from pipesim.utils.texts import parse_bytes, parse_rate
 
 GIB = 2**30
 #: Device 0 of 1F1B holds 4 micro-batches of 1 GiB, and 2 GiB of parameters and gradients.
@@ -127,6 +128,53 @@ def test_costs_without_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bytes_as_text(text: str, nbytes: float | None) -> None:
     """Binary and decimal units; nothing is guessed."""
     assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("25GB/s", 25e9), ("1.5 TiB/s", 1.5 * 2**40), ("400Gb/s", 50e9), ("2e9", 2e9),
+        ("25GB", None), ("25GB/h", None), ("/s", None), ("fast/s", None),
+    ],
+)  # fmt: skip
+def test_rates_as_text(text: str, rate: float | None) -> None:
+    """Bytes or bits a second; a text without a unit is a number."""
+    assert parse_rate(text) == rate
+
+
+def test_sizes_and_rates_of_costs_and_networks(capsys: pytest.CaptureFixture[str]) -> None:
+    """In Python, in tables and on the command line; seconds are no sizes."""
+    assert ps.Costs(1, 2, activation_bytes=["1GiB", 5]).activation_bytes == (GIB, 5)
+    assert ps.Costs(1, 2, skip_bytes="2kB").skip_bytes == 2000
+    assert ps.Network(bandwidth="25GB/s") == ps.Network(bandwidth=25e9)  # type: ignore[arg-type]
+    nodes = ps.Nodes(8, port_bandwidth="450GB/s", nic_bandwidth="400Gb/s")  # type: ignore[arg-type]
+    assert nodes == ps.Nodes(8, port_bandwidth=450e9, nic_bandwidth=50e9)
+    assert ps.Network.from_dict({"bandwidth": "25GB/s"}) == ps.Network(bandwidth=25e9)
+    assert ps.GPU(flops=1, bandwidth="3TB/s", memory="80GB").bandwidth == 3e12  # type: ignore[arg-type]
+    for wrong in ({"forward": "1GB"}, {"forward": 1, "output_bytes": "1 cow"}):
+        with pytest.raises(CostsError, match="must be finite"):
+            ps.Costs(**wrong)  # type: ignore[arg-type]
+    for name in ("bandwidth", "latency"):
+        with pytest.raises(NetworkError, match=f"{name} must be"):
+            ps.Network(**{name: "25GB/h"})  # type: ignore[arg-type]
+    texts = ["--activation-bytes", "1GiB", "--parameter-bytes", "1GiB", "--bandwidth", "9TB/s"]
+    numbers = ["--bandwidth", "9e12"]
+    assert succeed(capsys, "simulate", "1f1b", *BASE, *texts) == succeed(
+        capsys, "simulate", "1f1b", *SIZES, *numbers
+    )
+
+
+def test_memory_without_bytes_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    out = rows(succeed(capsys, "compare", "gpipe", "1f1b", *BASE))
+    column = out[0].index("peak") - 1  # "makespan (ms)" has two words
+    assert {row[column] for row in out[1:]} == {"-"}
+    assert "peak memory  -: no bytes are given" in succeed(capsys, "simulate", "1f1b", *BASE)
+
+
+def test_a_split_backward_names_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    error = fail(capsys, "compare", "gpipe", "zb_h1", *BASE)
+    assert "zb_h1: input_grad is missing" in error
+    assert "(here: --input-grad and --weight-grad)" in error
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def test_a_plan_shows_its_results_and_settings() -> None:
     shown = dict(settings[1:])
     assert set(shown) == {field.name for field in fields(PlanChoice)}
     assert shown["pipeline_parallel"] == "4"
-    assert shown["layers_per_stage"] == "3+2x2+1"
+    assert shown["layers_per_stage"] == "3+2(x2)+1"
     assert shown["sequence_parallel"] == "no"
     assert "16 sequences a step. Cluster of 8 h100_sxm" in html
     noisy = plans().evaluations[0]._replace(noisy_step=1.2)
@@ -318,13 +318,15 @@ def test_names_of_configurations_differ() -> None:
     """Uneven layers are a sum in order of stages; labels have more settings where needed."""
     split = replace(SPLIT, sequence_parallel=True)
     even = replace(split, layers_per_stage=(2, 2, 2, 2))
-    assert str(split).endswith("sequence parallel, 3+2x2+1 layers")
+    assert str(split).endswith("sequence parallel, 3+2(x2)+1 layers by stage")
     assert str(even).endswith("sequence parallel")
+    ends = replace(split, layers_per_stage=(0, 4, 4, 0))
+    assert str(ends).endswith(", 0(embedding alone)+4(x2)+0(head alone) layers by stage")
     other = replace(split, layers_per_stage=(2, 3, 2, 1))
     whole = replace(split, shard_optimizer=False)
     rows = [split, other, whole, replace(split, schedule="zb_h1"), CHOICE]
     assert short_names(rows) == [
-        "tp1 pp4 dp2, 1f1b, distributed optimizer, sequence parallel, 3+2x2+1 layers",
+        "tp1 pp4 dp2, 1f1b, distributed optimizer, sequence parallel, 3+2(x2)+1 layers",
         "tp1 pp4 dp2, 1f1b, distributed optimizer, sequence parallel, 2+3+2+1 layers",
         "tp1 pp4 dp2, 1f1b",
         "tp1 pp4 dp2, zb_h1",
