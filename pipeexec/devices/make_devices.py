@@ -80,7 +80,7 @@ def make_devices(
     if n_cpu:
         _keep_freed_memory()
     first = local_rank * n_cpu
-    cores = _worker_cores(n_cpu * n_local, pin_threads)[first : first + n_cpu]
+    cores = _worker_cores(n_cpu * n_local, pin_threads, warns=not local_rank)[first : first + n_cpu]
     workers = (CpuDevice(index, core) for index, core in enumerate(cores))
     devices: list[Device] = []
     for device in parsed:
@@ -96,15 +96,16 @@ def make_devices(
     return devices
 
 
-def _worker_cores(n_workers: int, pin_threads: bool) -> Sequence[int | None]:
+def _worker_cores(n_workers: int, pin_threads: bool, *, warns: bool) -> Sequence[int | None]:
     """Return the core of each CPU worker of this machine; None for workers that are not pinned."""
     available = available_cores()
     if n_workers > len(available):
-        warn_caller(
-            f"{n_workers} CPU devices share {len(available)} cores: tasks will slow each other "
-            "down, and measured times say little; use at most one device a core to measure",
-            OversubscriptionWarning,
-        )
+        if warns:  # one process of the machine, since all know the same
+            warn_caller(
+                f"{n_workers} CPU devices share {len(available)} cores: tasks will slow each other "
+                "down, and measured times say little; use at most one device a core to measure",
+                OversubscriptionWarning,
+            )
         return [None] * n_workers
     if not pin_threads or not hasattr(os, "sched_setaffinity"):
         return [None] * n_workers

@@ -406,7 +406,9 @@ class Calibration:
             optimizer_bytes=self.optimizer_bytes,
             buckets=self._buckets(costs),
         )
-        warn_of_poor_accuracy(table)
+        processes = self.pipeline.processes
+        if processes is None or processes.rank == 0:  # all processes have the whole table
+            warn_of_poor_accuracy(table)
         share, launch_share = self._host_shares(launch)
         return Profile(
             costs,

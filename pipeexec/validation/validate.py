@@ -211,7 +211,8 @@ def _validate_pipeline(
     last = repeats[-1]
     measured_bytes = with_stage_bytes(last.costs, pipeline)
     rows = make_rows(graphs, repeats, measure_memory(subjects, repeats, measured_bytes))
-    if options.costs is not None:
+    processes = pipeline.processes
+    if options.costs is not None and (processes is None or processes.rank == 0):
         warn_of_other_sizes(options.costs, next(iter(rows.values())).measured)
     return Validation(rows, last.costs, last.profile, pipeline.clocks(), pipeline.notes)
 

@@ -29,6 +29,7 @@ from pipesim.simulation.simulate import simulate
 from pipesim.sweeps.settings import cases, run
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.run_files import HEAD, as_chrome, file_kind, head_kind, load
+from pipesim.trace.trace_files import stem
 from pipesim.utils.files import check_path, is_folder, read_bytes, read_json
 from pipesim.utils.texts import format_decimal, format_time
 
@@ -151,9 +152,6 @@ _EXPECTED = (
     ".json.gz, .sqlite, or a folder of one file a rank) and a run directory of pipeexec"
 )
 _PAGE_MARK = PAGE_MARK.encode()
-_ENDING = re.compile(
-    r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt|\.parquet|\.sqlite)$", re.IGNORECASE
-)
 #: JSON files of a run directory, and what to do with each.
 _RUN_FILES = {
     "run.json": "it is the record of a run; give its folder",
@@ -196,13 +194,6 @@ def read_items(files: Sequence[str], options: ViewOptions) -> dict[str, Showable
             label = f"{name}: {part}" if part and len(paths) > 1 else part
             items[label or name] = item
     return items
-
-
-def stem(path: Path) -> str:
-    """Return the name of a file without its ending, or of a folder."""
-    if is_folder(path):
-        return path.resolve().name or "timeline"
-    return _ENDING.sub("", path.name) or "timeline"
 
 
 def _reader(path: Path) -> _Reader:
@@ -257,7 +248,9 @@ def _read_trace(path: Path, options: ViewOptions) -> dict[str, Showable]:
         return dict(zip(names, timelines, strict=True))
     nbytes: Any = 0.0 if options.costs is None else options.costs.averaged().output_bytes
     with as_chrome(path, kind) as traces:
-        timeline = Timeline.from_chrome(traces, output_bytes=nbytes, **options.trace)
+        timeline = Timeline.from_chrome(
+            traces, output_bytes=nbytes, name=stem(path), **options.trace
+        )
     return {"": replace(timeline, costs=options.costs)}
 
 

@@ -6,6 +6,7 @@ A trace of several steps is cut where a step ends, and each step is checked to b
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipesim.trace.chrome_json import load as read_trace
 from pipesim.trace.measured_tasks import MeasuredTasks, timeline_of, with_parts
 from pipesim.trace.profiler_ranges import Range, Span, Trace
 from pipesim.trace.range_names import RangeRules
-from pipesim.trace.trace_files import check_threads, list_files, read_ranks
+from pipesim.trace.trace_files import check_threads, list_files, read_ranks, stem
 from pipesim.trace.working_times import split_overlapped, working_times
 
 # Steps of a trace
@@ -216,7 +217,7 @@ def load(
     check_name("way with gaps", gaps, ("keep", "charge"))
     if isinstance(step, bool) or not isinstance(step, numbers.Integral):
         raise ArgumentError(f"step must be a whole number, got {step!r}; -1 is the last one")
-    files = list_files(paths)
+    files, is_path = list_files(paths), isinstance(paths, str | os.PathLike)
     if n_ranks is not None:
         check_count("n_ranks", n_ranks, 0)
     rules = RangeRules.checked(pattern, fields, ops, only)
@@ -228,6 +229,7 @@ def load(
         if timelines:
             timeline = _selected(files[0], timelines, name)
             return ImportedStep(timeline, np.zeros(timeline.n_devices), 0.0, 1)
+    path = Path(paths) if is_path else files[0].parent if files[1:] else files[0]
     traces = read_ranks(files, rules, n_ranks, content)
     steps = [cut_steps(trace) for trace in traces]
     n_steps = count_steps(files, steps, int(step))
@@ -238,7 +240,7 @@ def load(
         n_devices=len(traces),
         output_bytes=output_bytes,
         gaps=gaps,
-        name=name or files[0].name.split(".")[0],
+        name=name or stem(path),
     )
     return ImportedStep(*step_of_tasks, n_steps)
 
@@ -368,8 +370,8 @@ def timeline_from_chrome(
         posted or fetched one, or ran other code: ``"keep"`` leaves it idle, ``"charge"`` adds
         it to the next task, so that costs and replays include it.
     name
-        Name of the timeline; by default that of the first file, or the saved name. Of a file
-        with several timelines: the name of the one to read.
+        Name of the timeline; by default that of the file without its ending, of the folder of
+        several, or the saved name. Of a file with several timelines: the name of the one to read.
 
     Returns
     -------

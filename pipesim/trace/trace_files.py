@@ -92,6 +92,18 @@ _SHOWN = 8
 _NUMBERS = re.compile(r"batch|(^|_)mb(_|$)|^seq_", re.IGNORECASE)
 
 
+_ENDING = re.compile(
+    r"((\.pt)?(\.trace)?\.json(\.gz)?|\.csv|\.txt|\.parquet|\.sqlite)$", re.IGNORECASE
+)
+
+
+def stem(path: Path) -> str:
+    """Return the name of a file without its ending, or of a folder."""
+    if is_folder(path):
+        return path.resolve().name or "timeline"
+    return _ENDING.sub("", path.name) or "timeline"
+
+
 def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     """Return the given files, or the traces in the given directory in order of name."""
     if isinstance(paths, str | os.PathLike):

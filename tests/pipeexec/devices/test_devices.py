@@ -40,6 +40,8 @@ def test_more_workers_than_cores_are_warned_of() -> None:
     with pytest.warns(OversubscriptionWarning, match=rf"{n} CPU devices share {n - 1} cores"):
         devices = make_devices(["cpu"] * n)
     assert {device.core for device in devices if isinstance(device, CpuDevice)} == {None}
+    with warnings.catch_warnings(action="error"):  # other processes of the machine say nothing
+        make_devices(["cpu"], local_rank=1, n_local=n)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux' affinity")

@@ -305,6 +305,19 @@ def test_torchs_other_actions(tmp_path: Path) -> None:
     )  # the host's 1 us between is no task's
 
 
+def test_a_timeline_has_the_name_of_its_file_or_folder(tmp_path: Path) -> None:
+    """As in `pipesim view`: of several files, that of their folder."""
+    folder = tmp_path / "run-7"
+    folder.mkdir()
+    paths = []
+    for rank, events in enumerate(GPIPE_1):
+        paths.append(folder / f"rank{rank}.pt.trace.json")
+        paths[-1].write_text(json.dumps(events))
+    assert ps.Timeline.from_chrome(folder).name == "run-7"
+    assert ps.Timeline.from_chrome(paths).name == "run-7"
+    assert ps.Timeline.from_chrome(paths, name="mine").name == "mine"
+
+
 def test_the_order_of_files_counts_where_they_name_no_rank(tmp_path: Path) -> None:
     paths = []
     for rank, events in enumerate(GPIPE_1):
