@@ -19,7 +19,7 @@ from pipesim.analysis.prediction_interval import steps_like
 from pipesim.calibration.fit_gpu import Calibration, steps_text
 from pipesim.cli.arguments import argument_settings, plan_settings
 from pipesim.costs.cost_fields import Workload
-from pipesim.errors import ArgumentError, PipeError, check_count
+from pipesim.errors import ArgumentError, PipeError, check_count, suggestion
 from pipesim.models.gpu import GPU
 from pipesim.models.layers import Layers, as_layers
 from pipesim.models.transformer import Transformer
@@ -514,7 +514,10 @@ def _model(values: Mapping[str, Any]) -> Transformer | Layers:
         return as_layers(name)
     for key in values:
         if key not in MODEL:
-            raise ArgumentError(f"unknown size {key!r} of a model; known: {', '.join(MODEL[1:])}")
+            near = suggestion(key, MODEL[1:])
+            raise ArgumentError(
+                f"unknown size {key!r} of a model{near}; known: {', '.join(MODEL[1:])}"
+            )
     if not values:
         raise ArgumentError("MODEL is missing; name one, such as llama3_70b, or give its sizes")
     return make_model(values)

@@ -466,6 +466,7 @@ class Costs(CostFields):
         """Settings of the workload; none without."""
         return (None if self.work is None else self.work.settings) or {}
 
+    @checked_names
     def in_chunks(self, placement: Placement, per: Per | None = None) -> Costs:
         """Return the costs of the stages of a placement, where these costs are those of devices.
 
@@ -749,6 +750,7 @@ class Costs(CostFields):
         kept = {name: value for name, value in settings.items() if name not in dropped}
         return Costs.transformer(**{**kept, **changes}, network=network)
 
+    @checked_names
     def scaled(
         self,
         factor: float,

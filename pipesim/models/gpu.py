@@ -251,6 +251,7 @@ class GPU:
         fit = staticmethod(fit_gpu)
 
     @classmethod
+    @checked_names
     def preset(cls, name: str, *, launch: float = _LAUNCH) -> GPU:
         """Return a common GPU from its data sheet; `pipesim.gpus` lists them.
 

@@ -50,7 +50,7 @@ from pipesim.network.sources import (
     preset_fields,
     read_links,
 )
-from pipesim.utils.checks import Positive, checked_as
+from pipesim.utils.checks import Positive, checked_as, checked_names
 from pipesim.utils.files import check_path
 
 #: Links that the members of each collective hold. Those of the fastest all-reduce are the ring's.
@@ -477,6 +477,7 @@ class Network:
             return replace(self, nodes=nodes)
         return replace(self, nodes=nodes, host=self.host.grouped(gpus_per_device))
 
+    @checked_names
     def scaled(
         self, *, latency: float = 1.0, bandwidth: float = 1.0, nic_bandwidth: float | None = None
     ) -> Network:
@@ -558,6 +559,7 @@ class Network:
         )
 
     @classmethod
+    @checked_names
     def preset(
         cls,
         name: str,

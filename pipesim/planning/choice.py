@@ -285,7 +285,7 @@ def layers_text(sizes: Sequence[int]) -> str:
     runs = [(size, len(list(run))) for size, run in groupby(sizes)]
     texts = [f"{size}(x{n})" if n > 1 else str(size) for size, n in runs]
     for end, module in ((0, "embedding"), (-1, "head")):
-        if runs[end] == (0, 1):
+        if runs and runs[end] == (0, 1):
             texts[end] = f"0({module} alone)"
     return "+".join(texts)
 

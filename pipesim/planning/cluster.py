@@ -378,6 +378,7 @@ class Cluster:
         kinds = [number_of[group.gpu] for group in self.groups for _ in range(group.n_gpus)]
         return [sorted(set(kinds[k : k + size])) for k in range(0, len(kinds), size)]
 
+    @checked_names
     def scaled(
         self,
         *,

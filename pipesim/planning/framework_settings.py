@@ -61,7 +61,7 @@ class TrainerSettings:
     ...     "--global-batch-size 8 --num-layers-per-virtual-pipeline-stage 4 --bf16"
     ... )
     >>> settings
-    <TrainerSettings tp1 pp4 dp1, interleaved_1f1b x2, 8 micro-batches of 1; 8x4 layers>
+    <TrainerSettings tp1 pp4 dp1, interleaved_1f1b x2, 8 micro-batches of 1; 4(x8) layers by stage>
     >>> float(ps.simulate(settings.graph, ps.Costs(1, 2)).bubble_fraction)
     0.15789473684210525
     >>> model = ps.Transformer.preset("llama3_8b")

@@ -25,6 +25,7 @@ from pipesim.trace.profiler_ranges import Range, Span, Trace
 from pipesim.trace.range_names import RangeRules
 from pipesim.trace.trace_files import check_threads, list_files, read_ranks, stem
 from pipesim.trace.working_times import split_overlapped, working_times
+from pipesim.utils.checks import checked_names
 
 # Steps of a trace
 
@@ -294,6 +295,7 @@ def _columns(placed: Mapping[Action, PlacedTask]) -> MeasuredTasks:
     )
 
 
+@checked_names
 def timeline_from_chrome(
     paths: Path | str | Iterable[Path | str],
     *,

@@ -126,11 +126,11 @@ def checked_names(door: Door) -> Door:
     if isinstance(door, type):
         setattr(door, "__init__", checked_names(vars(door)["__init__"]))  # noqa: B010
         return cast(Door, door)
-    names = inspect.signature(door).parameters
+    names = frozenset(inspect.signature(door).parameters)
 
     @functools.wraps(door)
     def call(*args: Any, **named: Any) -> Any:
-        if named.keys() - names.keys():
+        if not names.issuperset(named):
             raise _unknown_argument(door, next(x for x in named if x not in names))
         return door(*args, **named)
 
@@ -140,7 +140,7 @@ def checked_names(door: Door) -> Door:
 def _unknown_argument(function: Callable[..., Any], name: str) -> ArgumentTypeError:
     """Return the error of an argument that a function, or the class of an ``__init__``, lacks."""
     owner = function.__qualname__.removesuffix(".__init__")
-    names = [x for x in inspect.signature(function).parameters if x != "self"]
+    names = [x for x in inspect.signature(function).parameters if x not in ("self", "cls")]
     advice = suggestion(name, names) or f"; it takes {', '.join(names)}"
     return ArgumentTypeError(f"{owner} takes no argument {name!r}{advice}")
 
@@ -153,6 +153,7 @@ def _checked_call(
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     usual = {x.name: x.default for x in parameters if x.kind not in several}
     takes_any = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
+    names = frozenset(usual)
     by_position = [x.name for x in parameters if x.kind <= x.POSITIONAL_OR_KEYWORD]
 
     @functools.cache  # at the first call: modules may import each other while they are loaded
@@ -163,8 +164,8 @@ def _checked_call(
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         find, values = checks().get, list(args)
-        if not takes_any and named.keys() - usual.keys():
-            raise _unknown_argument(function, next(x for x in named if x not in usual))
+        if not (takes_any or names.issuperset(named)):
+            raise _unknown_argument(function, next(x for x in named if x not in names))
         try:
             for k, (name, value) in enumerate(zip(by_position, args, strict=False)):
                 if (check := find(name)) and value is not check[1]:

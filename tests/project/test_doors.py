@@ -110,6 +110,12 @@ def test_arguments_of_unknown_names_are_refused() -> None:
         lambda: ps.Transformer(vocabulary=1): "did you mean 'vocabulary_size'",
         lambda: ps.plan(None, None, global_batchs=1): "did you mean 'global_batch'",
         lambda: ps.simulate(None, None, memory=1): "did you mean 'memory_limit'",
+        lambda: ps.Network.preset(MACHINE, efficency=1): "preset takes no .* 'efficiency'",
+        lambda: ps.Network().scaled(bandwith=1): "Network.scaled takes no .* 'bandwidth'",
+        lambda: ps.Cluster(MACHINE, 8).scaled(bandwith=1): "Cluster.scaled takes no",
+        lambda: ps.GPU.preset("a100_40gb", lunch=1): "did you mean 'launch'",
+        lambda: COSTS.scaled(2, ops="F"): "did you mean 'op'",
+        lambda: ps.Timeline.from_chrome("x", patern=1): "did you mean 'pattern'",
     }.items():
         with pytest.raises(TypeError, match=message):
             call()
@@ -403,11 +409,15 @@ def test_less_bandwidth_never_helps() -> None:
     whole = ps.Cluster(MACHINE, n_gpus=16)
     own = ps.Cluster(MACHINE, n_gpus=16, network=ps.Network.preset(MACHINE))
     halves = [whole.scaled(**{name: 0.5}) for name in ("nic_bandwidth", "bandwidth", "flops")]  # type: ignore[arg-type]
-    for tensor_parallel, schedule in ((2, "1f1b"), (1, "interleaved_1f1b"), (8, "zb_h1")):
+    for settings in (
+        {"tensor_parallel": 2, "schedules": ["1f1b"]},
+        {"tensor_parallel": 4, "schedules": ["zb_h1"], "shard_optimizer": True},
+        {"tensor_parallel": 1, "schedules": ["interleaved_1f1b"], "n_chunks": 2},
+    ):
         seconds = [
             ps.plan(
-                MODEL, cluster, global_batch=64, schedules=[schedule],
-                tensor_parallel=tensor_parallel, n_best=1, progress=False,
+                MODEL, cluster, global_batch=32, pipeline_parallel=2, microbatch_size=1, n_best=1,
+                progress=False, **settings,  # type: ignore[arg-type]
             ).best.timeline.makespan
             for cluster in (whole, own, *halves)
         ]  # fmt: skip

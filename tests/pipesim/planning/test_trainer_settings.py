@@ -209,7 +209,7 @@ def test_a_command_line() -> None:
     assert settings.framework.messages == "blocking"
     assert repr(settings) == (
         "<TrainerSettings tp2 pp4 dp4, interleaved_1f1b x2, 16 micro-batches of 2, selective "
-        "recompute, distributed optimizer, sequence parallel; 8x4 layers; 2 ignored>"
+        "recompute, distributed optimizer, sequence parallel; 4(x8) layers by stage; 2 ignored>"
     )
 
 
