@@ -54,10 +54,9 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter, deno for JavaScript, name
 
 # Warnings are errors, names that lead nowhere too. Nothing is fetched: $(DOCS) has the builder and its themes. It builds
 # anew: results that an earlier build kept may be those of other code.
-SITE := docs/_build docs/auto_gallery docs/reference/generated docs/reference/backreferences
+SITE := docs/_build docs/auto_gallery docs/reference/generated docs/reference/backreferences docs/reference/command_line
 docs: $(DOCS)  ## the site, in docs/_build/html: tutorials, how-tos, gallery, reference; every example is run
 	rm -rf $(SITE)
-	$(BIN)/python tools/gallery.py
 	$(BIN)/python -m sphinx --builder html --jobs 2 --nitpicky --fail-on-warning docs docs/_build/html
 	$(BIN)/python tools/site_links.py docs/_build/html
 

@@ -13,7 +13,7 @@ import matplotlib as mpl
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-sys.path[:0] = [str(ROOT), str(DOCS / "_extensions")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(DOCS / "_extensions")]
 
 import pipesim  # noqa: E402
 
@@ -34,6 +34,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
+    "command_line",
     "short_names",
     "sphinxarg.ext",
 ]
@@ -106,6 +107,7 @@ sphinx_gallery_conf = {
     "doc_module": ("pipesim", "pipeexec"),
     "reference_url": {"pipesim": None, "pipeexec": None},
     "filename_pattern": r"/plot_",
+    "image_scrapers": ("checked_figures.keep",),
     "image_srcset": ["2x"],
     "min_reported_time": 1_000,
     "show_signature": False,
@@ -134,7 +136,7 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
-html_sidebars = {"index": [], "start/index": []}
+html_sidebars = {"index": [], "start/*": []}
 
 #: Links of the changelog, which are relative to the repository's root.
 _FROM_ROOT = re.compile(r"\]\((?!https?:|#)(docs/)?")

@@ -1,10 +1,10 @@
 """Run every script of the gallery, and check that a paper could print its figure.
 
 ``python tools/gallery.py [--out FOLDER] [NAME...]`` runs the scripts ``docs/gallery/*/plot_*.py``,
-or only those whose path contains a NAME. It prints a line a script and exits with 1 if any figure
-fails a check:
+or only those whose path contains a NAME. It prints a line a script, with its seconds of CPU time,
+and exits with 1 if any figure fails a check. The build of the site checks the figures, too.
 
-- at most 40 lines, a docstring with a title, public imports alone, and less than 10 s;
+- at most 40 lines, a docstring with a title, and public imports alone;
 - exactly one figure, as wide as one or two columns;
 - text of at least 6 points, of 5 in boxes, and within the figure;
 - fonts of type 42 in the PDF;
@@ -47,8 +47,8 @@ from pipesim.plot.fitting_labels import BoxLabels
 
 ROOT = Path(__file__).resolve().parent.parent
 GALLERY = ROOT / "docs" / "gallery"
-#: Limits: lines of a script, seconds, points of a text, difference of two lightnesses (0..1).
-LINES, SECONDS, POINTS, LIGHTNESS = 40, 10.0, 6.0, 0.15
+#: Limits: lines of a script, points of a text, difference of two lightnesses (0..1).
+LINES, POINTS, LIGHTNESS = 40, 6.0, 0.15
 #: Dots an inch of PNG files, and width of a contact sheet in pixels.
 DPI, SHEET = 200, 2000
 
@@ -150,10 +150,10 @@ def _lightness(line: Line2D) -> float:
 
 
 def run(path: Path) -> tuple[list[str], float, Image.Image | None]:
-    """Run a script; return its faults, its seconds, and its figure as an image."""
+    """Run a script; return its faults, its seconds of CPU time, and its figure as an image."""
     problems = list(problems_of_text(path))
     plt.close("all")
-    began = time.perf_counter()
+    began = time.process_time()
     with mpl.rc_context(), warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("default")
         mpl.rcdefaults()
@@ -173,9 +173,7 @@ def run(path: Path) -> tuple[list[str], float, Image.Image | None]:
             figure.savefig(file, format="png", dpi=DPI)
             image = Image.open(file).convert("RGB")
     plt.close("all")
-    seconds = time.perf_counter() - began
-    if seconds > SECONDS:
-        problems.append(f"took {seconds:.1f} s, at most {SECONDS:g} are allowed")
+    seconds = time.process_time() - began
     problems += [f"warns: {warning.message}" for warning in raised]
     return problems, seconds, image
 

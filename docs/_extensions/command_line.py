@@ -1,8 +1,11 @@
-"""Parsers of the two commands, for the pages that list their options."""
+"""A page for each command of the two programs, from the parser that reads its options."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pipeexec.cli.arguments
 import pipesim.cli
@@ -27,3 +30,37 @@ def without_epilogs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             for command in action.choices.values():
                 command.epilog = None
     return parser
+
+
+#: Title of a page, and the parser of its command.
+PAGE = """{title}
+{line}
+
+.. argparse::
+   :module: command_line
+   :func: {program}_parser
+   :prog: {program}
+   :path: {command}
+   :nodefaultconst:
+"""
+
+
+def write_pages(app: Any) -> None:
+    """Write a page for each command, among the sources."""
+    folder = Path(app.srcdir) / "reference" / "command_line"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for program, parser in {"pipesim": pipesim_parser(), "pipeexec": pipeexec_parser()}.items():
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices:
+                    title = f"{program} {command}"
+                    text = PAGE.format(
+                        title=title, line="=" * len(title), program=program, command=command
+                    )
+                    (folder / f"{program}_{command.replace('-', '_')}.rst").write_text(text)
+
+
+def setup(app: Any) -> None:
+    """Write the pages before any is read."""
+    app.connect("builder-inited", write_pages)
