@@ -134,7 +134,7 @@ REQUIRED = sorted(k for k, row in STAGE_ROWS.items() if row.default is not None 
 
 #: What no field of costs takes.
 BAD_VALUES = [
-    *(float("nan"), math.inf, -math.inf, -1e-9, "1", True, np.False_, 1j, Decimal(1), {"0": 1}),
+    *(float("nan"), math.inf, -math.inf, -1e-9, "1 cow", True, np.False_, 1j, Decimal(1), {"0": 1}),
     *({1.0}, [{1.0}], 10**400),
 ]
 

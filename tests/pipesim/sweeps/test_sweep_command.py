@@ -25,9 +25,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert [line.split() for line in printed.splitlines()] == [
             ["schedule", "n_microbatches", "recompute", "makespan", "(ms)", "bubble",
              "micro-batches/s", "peak", "memory", "(GiB)"],
-            ["gpipe", "4", "always", "19.000", "15.8%", "210.53", "0"],
+            ["gpipe", "4", "always", "19.000", "15.8%", "210.53", "-"],
             ["gpipe", "0", "always", "-", "-", "-", "-"],
-            ["1f1b", "4", "always", "19.000", "15.8%", "210.53", "0"],
+            ["1f1b", "4", "always", "19.000", "15.8%", "210.53", "-"],
             ["1f1b", "0", "always", "-", "-", "-", "-"],
             *[f"row {row}: n_microbatches must be at least 1, got 0".split() for row in (1, 3)],
         ]  # fmt: skip
