@@ -90,7 +90,7 @@ def test_bubbles_are_no_larger_than_published(name: str, p: int, more: int) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(p=st.integers(2, 9))
+@given(p=st.integers(2, 6))
 def test_the_steady_state_repeats_every_six(name: str, p: int) -> None:
     """Each device begins a micro-batch every six units, without idling."""
     m = 6 * p
