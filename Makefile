@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
 DOCS := .venv/.docs-stamp
+NOTEBOOK := .venv/.notebook-stamp
 BYTECODE := .venv/.bytecode-stamp
 # make gpu-rehearsal has a second environment: the packages of a GPU machine's image.
 PYTHON312 ?= python3.12
@@ -22,7 +23,7 @@ DENO := DENO_DIR=.venv/.deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint quick docs fuzz chaos bench gpu gpu-first gpu-second gpu-unpack gpu-rehearsal clean
+.PHONY: help demo notebook check test lint quick docs fuzz chaos bench gpu gpu-first gpu-second gpu-unpack gpu-rehearsal clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -30,6 +31,11 @@ help:  ## show this list
 
 demo: $(STAMP)  ## profile, predict and run GPipe and 1F1B; writes results/demo/
 	$(BIN)/pipeexec validate --name demo
+
+# Links of notebooks lead to pages of docs/, so that the root is the repository.
+notebook: $(NOTEBOOK)  ## JupyterLab with the notebooks, in a browser; OPTIONS="--no-browser --port 8890" are those of jupyter lab
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" \
+	  --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(OPTIONS)
 
 check: $(STAMP)  ## lint and the quick tests, at the same time
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint quick
@@ -111,6 +117,10 @@ $(STAMP): pyproject.toml constraints.txt
 # In a new environment, each of the three workers would compile torch and rewrite the assertions of all tests.
 $(BYTECODE): $(STAMP)
 	-$(BIN)/python -m pytest --collect-only -q > /dev/null
+	touch $@
+
+$(NOTEBOOK): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[notebook]'
 	touch $@
 
 $(DOCS): $(STAMP)

@@ -40,7 +40,7 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, ExecutionError, PipeError, RunDirectoryError
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.packages import imported
+from pipesim.utils.progress import in_notebook, tqdm
 from pipesim.utils.texts import significant
 
 #: In several processes, steps after which their clocks are aligned again.
@@ -333,9 +333,8 @@ class ProgressBar:
     """
 
     def __init__(self, total: int | None, initial: int, show: bool | None) -> None:
-        hidden = show is False or (show is None and not (sys.stderr.isatty() or _in_notebook()))
-        # tqdm.auto warns in notebooks without widgets.
-        self._bar = imported("tqdm" if hidden else "tqdm.auto").tqdm(
+        hidden = show is False or (show is None and not (sys.stderr.isatty() or in_notebook()))
+        self._bar = tqdm(
             total=total, initial=initial, disable=hidden, unit="step", desc="train",
             dynamic_ncols=True,
         )  # fmt: skip
@@ -354,12 +353,6 @@ class ProgressBar:
     def close(self) -> None:
         """Leave the bar as it is."""
         self._bar.close()
-
-
-def _in_notebook() -> bool:
-    """Return whether a kernel of Jupyter runs this code."""
-    module = sys.modules.get("IPython")
-    return module is not None and hasattr(module.get_ipython(), "kernel")
 
 
 def _bar_text(row: Mapping[str, float]) -> str:

@@ -24,7 +24,7 @@ from pipesim.sweeps.worker_pool import LostCall, run_calls
 from pipesim.utils.texts import format_bytes, format_time
 
 if TYPE_CHECKING:
-    from tqdm.auto import tqdm
+    from tqdm.std import tqdm
 
 
 #: Configurations of one call of a worker, and calls of a round for each worker.

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from matplotlib import pyplot as pyplot
     from matplotlib.figure import Figure as Figure
     from ortools.sat.python import cp_model as cp_model
-    from tqdm.auto import tqdm as tqdm
+
+    from pipesim.utils.progress import tqdm as tqdm
 
 
 @contextmanager
@@ -60,7 +61,7 @@ _MODULES = {
     "matplotlib": ("matplotlib", ""),
     "pandas": ("pandas", ""),
     "pyplot": ("matplotlib.pyplot", ""),
-    "tqdm": ("tqdm.auto", "tqdm"),
+    "tqdm": ("pipesim.utils.progress", "tqdm"),
 }
 
 

@@ -1,13 +1,9 @@
 """Check timelines, comparisons and the widget in JupyterLab and nbconvert; write screenshots.
 
-JupyterLab is no dependency of the project. Install it once into an environment of its own:
+JupyterLab is that of the extra ``notebook``, which ``make notebook`` installs:
 
-    python3 -m venv /tmp/jupyter
-    /tmp/jupyter/bin/pip install -c constraints.txt jupyterlab nbconvert
-    /tmp/jupyter/bin/pip install -c constraints.txt anywidget cloudpickle joblib matplotlib numba \
-        numpy pandas scipy simpy tqdm
-    /tmp/jupyter/bin/pip install --no-deps -e .
-    .venv/bin/python tests/helpers/jupyterlab_check.py /tmp/jupyter/bin/jupyter
+    .venv/bin/python -m pip install -c constraints.txt -e '.[notebook]'
+    .venv/bin/python tests/helpers/jupyterlab_check.py .venv/bin/jupyter
 
 It prints a line for each check, and exits with 1 if one fails. It needs Chromium and half a minute.
 Screenshots: ``jupyterlab.png``, ``jupyterlab_widget.png``, ``jupyterlab_untrusted.png``,

@@ -420,10 +420,10 @@ def test_progress(
     progress: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shown on request, after some time: all scenarios are counted."""
-    import tqdm.auto
+    from pipesim.utils import progress as bars
 
-    bar = tqdm.auto.tqdm
-    monkeypatch.setattr("tqdm.auto.tqdm", lambda **options: bar(**{**options, "delay": 0}))
+    bar = bars.tqdm
+    monkeypatch.setattr(bars, "tqdm", lambda **options: bar(**{**options, "delay": 0}))
     scenarios(70, progress)
     shown = capsys.readouterr()
     assert shown.out == ""

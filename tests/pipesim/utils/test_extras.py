@@ -17,7 +17,7 @@ def test_extras_of_the_distribution() -> None:
     """Each extra is one of pyproject.toml, and installs the package that messages name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(EXTRAS) == set(extras) - {"dev", "docs", "exec"}
+    assert set(EXTRAS) == set(extras) - {"dev", "docs", "exec", "notebook"}
     assert set(extras["exec"]) <= set(extras["dev"])
     for extra, package in EXTRAS.items():
         assert extras[extra][0].startswith(package.lower())

@@ -54,7 +54,7 @@ for call, module in CASES.items():
 CASES = {
     "frame": "pandas._libs.tslibs",
     "plot": "matplotlib.transforms",
-    "optimize": "asyncio.base_futures",
+    "optimize": "tqdm._monitor",
     "sweep": "asyncio.base_futures",
 }
 
