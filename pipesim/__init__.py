@@ -34,6 +34,7 @@ from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
 from pipesim.costs.layer_split import balanced_split
+from pipesim.demo_menu import demo
 from pipesim.framework.framework import Framework, frameworks
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
@@ -101,6 +102,7 @@ __all__ = [
     "autograd_orders",
     "balanced_split",
     "compare",
+    "demo",
     "frameworks",
     "gpus",
     "lower",

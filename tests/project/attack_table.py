@@ -403,6 +403,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "placement": ps.Placement.linear(2), "n_microbatches": 2, "costs": costs()},
     "ps.order_by": lambda _: {"placement": ps.Placement.linear(2), "n_microbatches": 2},
     "ps.costs.read_layout": lambda _: {"text": "Et*2|tL"},
+    "ps.demo": lambda _: {},
     "ps.read_megatron": lambda _: {
         "flags": "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4",
         "n_layers": 4, "n_gpus": 4},

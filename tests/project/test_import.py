@@ -34,9 +34,9 @@ HEAVY = (
 PUBLIC = """
 GPU Action ClosedForm Cluster Comparison Costs Encoder Framework HostLink Keys Layers Layout Link
 Network NodeCollectives Nodes Noise Op Parallel Placement Routing Schedule TaskGraph Timeline
-Transformer audit autograd_orders balanced_split compare frameworks gpus lower lower_bound machines
-optimize order_by plan read_megatron read_torchtitan register replay schedule schedules simulate
-simulate_many sweep trace transformers verify
+Transformer audit autograd_orders balanced_split compare demo frameworks gpus lower lower_bound
+machines optimize order_by plan read_megatron read_torchtitan register replay schedule schedules
+simulate simulate_many sweep trace transformers verify
 """
 PUBLIC_EXEC = """
 EmbeddingStage Experts GPipe GradientAccumulation KeyValueCache LRSchedulers Microbatches Pipeline
