@@ -42,7 +42,7 @@ from pipesim.analysis.replay import replay_costs
 from pipesim.costs import CostTable, TaskCosts
 
 OUT = ROOT / "results" / "benchmarks" / "published_timelines.txt"
-FIGURE = ROOT / "docs" / "gallery" / "comparison" / "plot_eight_gpus.py"
+FIGURE = ROOT / "docs" / "gallery" / "real_runs" / "plot_eight_gpus.py"
 TABLES = ROOT / "tests" / "published" / "timelines"
 #: An all-reduce between the GPUs of one stage, which has no operation of ours.
 OPS = {"layernorm-grads-all-reduce": None}

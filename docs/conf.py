@@ -102,6 +102,7 @@ sphinx_gallery_conf = {
         "gallery/time_and_memory",
         "gallery/comparison",
         "gallery/choices",
+        "gallery/real_runs",
     ],
     "backreferences_dir": "reference/backreferences",
     "doc_module": ("pipesim", "pipeexec"),

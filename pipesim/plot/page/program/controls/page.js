@@ -355,6 +355,7 @@ export class Page {
     });
     const isOne = scene.panels.length === 1;
     bar.facts.textContent = isOne ? texts.join("; ") : `${scene.panels.length} timelines`;
+    bar.facts.title = bar.facts.textContent;
     const headings = scene.panels.map((panel) => scene.headingOf(panel)).join(". ");
     const label = `${this.title}: ${headings}. The tab Tasks lists the tasks in view.`;
     this.view.base.setAttribute("aria-label", label);

@@ -7,7 +7,7 @@ export const STYLES = `
   --select: #0b57d0;
   color: var(--ink); background: var(--surface); display: flex; flex-direction: column;
   font: 13px/1.4 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
-  overflow: hidden; position: relative;
+  overflow: hidden; position: relative; container-type: inline-size;
 }
 .ps.dark {
   --surface: #17191c; --ink: #e8e8e8; --soft: #a8adb3; --line: #3a3f45; --band: #1f2226;
@@ -69,6 +69,22 @@ export const STYLES = `
 .ps .banner[hidden] { display: none; }
 .ps .status { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
 .ps kbd { font: 11px ui-monospace, monospace; border: 1px solid var(--line); border-radius: 3px; padding: 0 3px; }
+.ps .tools { display: contents; }
+@container (min-width: 1000px) {
+  .ps header { flex-wrap: nowrap; }
+  .ps header > * { flex-shrink: 0; }
+  .ps header button { padding: 2px 6px; }
+  .ps header input[type="search"] { flex-shrink: 90; min-width: 6.5em; }
+  .ps h1, .ps header .facts { flex-shrink: 1; min-width: 0; white-space: nowrap; overflow: hidden;
+    text-overflow: ellipsis; }
+}
+@container (max-width: 560px) {
+  .ps header .facts { width: 100%; order: 1; }
+  .ps h1 { flex: 1; min-width: 0; margin-right: 0; }
+  .ps header input[type="search"] { width: 8em; }
+  .ps .tools { display: flex; gap: 4px; width: 100%; overflow-x: auto; order: 2; font-size: 11px; }
+  .ps .tools button { padding: 2px 3px; flex: 1 0 auto; }
+}
 @media (max-width: 720px) { .ps aside { position: absolute; right: 0; top: 0; bottom: 0;
   background: var(--surface); z-index: 2; max-width: 88%; } }
 `;

@@ -50,7 +50,7 @@ export class Toolbar {
       this.facts,
       this.searchBox,
       this.count,
-      ...this.toggles.values(),
+      element("div", { className: "tools" }, ...this.toggles.values()),
       button("fit", "Fit", "the whole step (0)", () => page.fit()),
       theme,
       button("details", "Details", "panel of details", () => page.toggleDetails()),

@@ -10,6 +10,7 @@ import {
   GUTTER,
   makeView,
   MINIMAP,
+  NARROW_GUTTER,
   RIGHT,
   THEMES,
 } from "../drawing/geometry.js";
@@ -77,7 +78,7 @@ export class View {
     return {
       width,
       height,
-      gutter: width < 480 ? 44 : GUTTER,
+      gutter: width < 480 ? NARROW_GUTTER : GUTTER,
       right: RIGHT,
       bottom: BOTTOM,
       top: MINIMAP + AXIS,

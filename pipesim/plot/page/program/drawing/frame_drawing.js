@@ -77,8 +77,10 @@ export function drawGutter(painter, scene, state, view, top, bottom) {
         },
       );
     } else if (row.type === "lane" && !row.isCompute && row.height >= 9) {
-      painter.text(row.lane.stream, size.gutter - 8, y + row.height / 2, theme.soft, {
-        size: Math.min(9, fonts.size),
+      const small = Math.min(9, fonts.size);
+      const name = fitted(painter, row.lane.stream, size.gutter - 9, small);
+      painter.text(name, size.gutter - 8, y + row.height / 2, theme.soft, {
+        size: small,
         align: "right",
       });
     }

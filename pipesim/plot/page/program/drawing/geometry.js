@@ -3,7 +3,7 @@
 import { tickStep, timeUnit } from "./text.js";
 
 /** Sizes around the lanes (CSS pixels). */
-export const GUTTER = 76, AXIS = 24, MINIMAP = 34, BOTTOM = 8, RIGHT = 10;
+export const GUTTER = 76, NARROW_GUTTER = 56, AXIS = 24, MINIMAP = 34, BOTTOM = 8, RIGHT = 10;
 
 export const THEMES = {
   light: {
