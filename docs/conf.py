@@ -155,6 +155,7 @@ def copy_notebooks(app: Any) -> None:
         text = _TO_PAGE.sub(r"](../../\1.md", notebook.read_text())
         text = text.replace("](../results/", "](../../../results/")
         (folder / notebook.name).write_text(text)
+    shutil.copytree(ROOT / "notebooks" / "pictures", folder / "pictures")
 
 
 def copy_changelog(app: Any) -> None:

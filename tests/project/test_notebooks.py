@@ -1,10 +1,13 @@
-"""Every notebook runs from top to bottom."""
+"""Every notebook runs from top to bottom, and has the outputs of today's code."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -79,14 +82,82 @@ class ForkedKernel(Forked):
             time.sleep(1e-3)
 
 
-def test_there_are_notebooks() -> None:
-    """Without this, a moved folder would leave nothing to run and nothing to fail."""
-    assert NOTEBOOKS
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """Return the tool that stores outputs."""
+    path = ROOT / "tools" / "notebooks.py"
+    spec = importlib.util.spec_from_file_location("notebooks", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_first_notebook_lists_the_others() -> None:
+    """With a picture of each that has one; a moved folder would leave nothing to list."""
+    first, *others = NOTEBOOKS
+    text = first.read_text()
+    assert others
+    assert [path.name for path in others if f"]({path.name})" not in text] == []
+    pictures = {path.name for path in (ROOT / "notebooks" / "pictures").iterdir()}
+    assert pictures == set(re.findall(r"\(pictures/([\w.]+)\)", text))
+
+
+def test_stored_files_are_small() -> None:
+    """A browser of the repository shows them."""
+    sizes = {path.stem: path.stat().st_size for path in NOTEBOOKS}
+    assert max(sizes.values()) < 320e3, sizes
+    assert sum(sizes.values()) < 2e6, sizes
+
+
+def test_varying_cells_are_those_that_use_measured_variables(tool: ModuleType) -> None:
+    import nbformat
+
+    sources = [
+        "a = f()",
+        "import a",
+        "b = 1\na",
+        "b",
+        "b = 2",
+        "b",
+        "def g():\n    return a",
+        "g()",
+    ]
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    assert tool.varying_cells(cells, {0}) == {0, 2, 6, 7}
+    assert tool.varying_cells(cells, set()) == set()
+
+
+def test_differences_are_named(tool: ModuleType) -> None:
+    """Of text, of the number of outputs, and of code; those of varying cells may differ in text."""
+    from nbformat import v4
+
+    def notebook(*texts: str) -> Any:
+        outputs = [v4.new_output("stream", text=text) for text in texts]
+        return v4.new_notebook(cells=[v4.new_code_cell("f()", outputs=outputs)])
+
+    stored = notebook("1")
+    stored.metadata[tool.DIGEST] = tool.digest(stored)
+    assert list(tool.differences(stored, notebook("1"), set())) == []
+    assert list(tool.differences(stored, notebook("2"), {0})) == []
+    [text] = tool.differences(stored, notebook("2"), set())
+    assert "code cell 0 ('f()' ...)" in text
+    [number] = tool.differences(stored, notebook(), {0})
+    assert "executed []" in number
+    stored.cells[0].source = "g()"
+    [code] = tool.differences(stored, notebook("1"), set())
+    assert "changed" in code
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cell raises in a folder without files and settings.
+def test_notebook_runs(
+    notebook: Path, tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cell raises in a folder without files and settings; outputs are those that are stored.
+
+    Of cells that measure, that have other code here, or that use variables of such cells, only the
+    number of texts, tables and figures is compared.
 
     The kernel is forked from a process that has loaded torch and pandas, which takes seconds.
     """
@@ -105,6 +176,7 @@ def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Monke
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.setattr(local_provisioner, "launch_kernel", launch)
+    stored = nbformat.read(notebook, as_version=4)
     document = nbformat.read(notebook, as_version=4)
     for old, new in () if EVERY_CASE else SMALLER.get(notebook.stem, {}).items():
         assert any(old in cell.source for cell in document.cells), f"SMALLER: there is no {old!r}"
@@ -115,7 +187,12 @@ def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Monke
         timeout=300,  # seconds a cell
         kernel_name="python3",
     ).execute()
-    cells = [cell for cell in done.cells if cell.cell_type == "code"]
+    cells = tool.code_cells(done)
+    pairs = zip(cells, tool.code_cells(stored), strict=True)
+    smaller = {k for k, (cell, other) in enumerate(pairs) if cell.source != other.source}
+    varying = tool.varying_cells(cells, smaller | tool.measured_cells(cells))
+    different = "\n".join(tool.differences(stored, done, varying))
+    assert not different, f"{different}\nStore them again: {tool.STORE} {notebook.stem}"
     shown = {kind for cell in cells for output in cell.outputs for kind in output.get("data", ())}
     draws = any("plt." in cell.source or "plot.figure" in cell.source for cell in cells)
     assert "image/png" in shown or not draws
