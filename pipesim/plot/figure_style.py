@@ -119,11 +119,10 @@ class Style:
         float
             Inches.
         """
-        if columns is None:
-            columns = self.columns or usual
-        if check_count("columns", columns) > 2:
-            raise ArgumentError(f"columns must be 1 or 2, got {columns}")
-        return self.widths[columns - 1]
+        for name, value in (("usual", usual), ("columns", columns)):
+            if value is not None and check_count(name, value) > 2:
+                raise ArgumentError(f"{name} must be 1 or 2, got {value}")
+        return self.widths[(columns or self.columns or usual) - 1]
 
     @property
     def settings(self) -> dict[str, Any]:

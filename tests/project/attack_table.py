@@ -421,6 +421,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.calibration.Calibration.predict": lambda _: {"self": calibration(), "rows": MEASURED},
     "ps.calibration.Calibration.save": lambda to: {"self": calibration(), "path": to / "gpu.json"},
     "ps.calibration.Calibration.to_dict": lambda _: {"self": calibration()},
+    "ps.plot.Style.width": lambda _: {"self": ps.plot.style(), "columns": 1},
     "ps.plot.autograd_graph": lambda _: {"graph": autograd()},
     "ps.plot.autograd_graph_html": lambda _: {"graph": autograd()},
     "ps.plot.bars": lambda _: {"table": ps.compare({"x": timeline()})},

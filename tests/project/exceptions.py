@@ -60,6 +60,7 @@ UNATTACKED: dict[str, str] = {
     **{f"ps.plot.{name}": _DRAWN for name in (
         "accuracy", "overlay", "panels", "plan_front", "save")},
     "ps.plot.Style": "plot.style makes it",
+    "ps.plot.Style.use": "takes nothing",
     "ps.trace.lanes": _INSIDE,
     "ps.trace.names": _INSIDE,
     "ps.trace.nanoseconds": _INSIDE,

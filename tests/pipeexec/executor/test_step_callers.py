@@ -303,7 +303,7 @@ def test_batches_that_are_not_data_are_refused(
         ({"devices": None}, "devices must be a list"),
         ({"devices": "cpu"}, "devices must be a list"),
         ({"devices": [None, None]}, "is no device"),
-        ({"loss_fn": None}, "loss_fn must be a function"),
+        ({"loss_fn": None}, "trains, and needs loss_fn"),
         ({"optimizer": "sgd"}, "optimizer must be a function"),
         ({"optimizer": lambda p: None}, "optimizer returned None"),
         ({"optimizer": lambda p: torch.optim.SGD}, "must return a torch.optim.Optimizer"),
