@@ -292,7 +292,7 @@ BAD: dict[str, tuple[str, str]] = {
     "devices": (changed("pipeline", 'devices = ["cpu"]'), "stages=2 of replicas=1 need 2 devices, "
                 "but 1 in each of 1 processes are 1"),
     "optimizer": (changed("optimizer", 'name = "Adamw"'), "[optimizer] torch.optim has no 'Adamw'; "
-                  "did you mean 'Adam'?"),
+                  "did you mean 'AdamW'?"),
     "optimizer's argument": (changed("optimizer", "weight_deacy = 1"), "[optimizer] 'weight_deacy' "
                              "is no argument of AdamW; did you mean 'weight_decay'?"),
     "optimizer's value": (CONFIG.replace("lr = 1e-2", "lr = -1.0"), "Invalid learning rate"),
