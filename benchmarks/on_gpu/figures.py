@@ -49,9 +49,10 @@ def draw_overlap(folder: Path, schedule: str, to: Path) -> bool:
     lines = [ps.Timeline.load(file) for file in files]
     figure = Figure(figsize=(7.16, 1.0 + 0.55 * 2 * lines[0].n_devices), layout="constrained")
     last = max(line.makespan for line in lines)
-    for ax, line, words in zip(figure.subplots(2), lines, ("overlap=True", "overlap=False"),
+    for ax, line, words in zip(figure.subplots(2), lines,
+                               ("copies beside compute", "copies between compute"),
                                strict=True):  # fmt: skip
-        line.plot(ax=ax, transfers=True, legend=words == "overlap=False", unit="ms",
+        line.plot(ax=ax, transfers=True, legend=line is lines[1], unit="ms",
                   title=f"{schedule}, {words}: {line.makespan * 1e3:.1f} ms")  # fmt: skip
         ax.set_xlim(0, last * 1e3 * 1.01)
     _save(figure, to)

@@ -160,7 +160,17 @@ _SHARES = ("host_share", "launch_share")
 #: Number of leading columns that index each file.
 _INDEX = {TABLE: 2, TRANSFERS: 0, FITS: 3}
 #: Colour, marker and dashes of each state; the two colours of the palette differ in lightness.
-_STYLES = {"idle": ("#74B9E7", "o", (0, (4, 1.5))), "loaded": ("#C8560A", "s", "-")}
+_STYLES: Mapping[str, tuple[str, str, Any]] = {
+    "idle": ("#74B9E7", "o", (0, (4, 1.5))),
+    "loaded": ("#C8560A", "s", "-"),
+}
+#: Marker and dashes of each of a few pairs of devices.
+_PAIRS: tuple[tuple[str, Any], ...] = (
+    ("o", "-"),
+    ("s", (0, (4, 1.5))),
+    ("^", (0, (1, 1))),
+    ("D", (0, (4, 1, 1, 1))),
+)
 
 
 def save_profile(
@@ -218,7 +228,8 @@ def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Draw the seconds of messages by their bytes, both axes logarithmic.
 
     Markers are measurements, between idle devices and between loaded ones. Lines are the fits,
-    ``latency + nbytes / bandwidth``, one per pair of devices.
+    ``latency + nbytes / bandwidth``, one per pair of devices. Up to four pairs differ in markers
+    and dashes.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -230,23 +241,30 @@ def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter(NullFormatter())
+    n_pairs = len(by_pair(transfers))
+    entries: dict[str, Any] = {}
     for state in STATES:
         colour, marker, dashes = _STYLES[state]
-        for position, (_, rows) in enumerate(by_pair(transfers).items()):
-            ax.plot(
-                rows["nbytes"], rows[state] * scale, marker, color=colour, markersize=3.5,
-                alpha=0.8, label=None if position else f"{state}, measured",
-            ).pop().set_gid(f"{state}:measured")  # fmt: skip
+        for position, (pair, rows) in enumerate(by_pair(transfers).items()):
+            name = f"{state}, and fit"
+            if 1 < n_pairs <= len(_PAIRS):
+                marker, dashes = _PAIRS[position]
+                name = f"{state}, device {pair[0]} to {pair[1]}"
+            (points,) = ax.plot(
+                rows["nbytes"], rows[state] * scale, marker, color=colour, markersize=3.5, alpha=0.8
+            )
+            points.set_gid(f"{state}:measured")
             nbytes, fitted = rows["nbytes"].to_numpy(), rows[f"{state}_fit"].to_numpy()
             dense = np.geomspace(nbytes.min(), nbytes.max(), 100)  # lines are curves on these axes
-            ax.plot(
-                dense, np.interp(dense, nbytes, fitted) * scale, color=colour,
-                linestyle=dashes, linewidth=1.0, label=None if position else f"{state}, fit",
-            ).pop().set_gid(f"{state}:fit")  # fmt: skip
+            (line,) = ax.plot(
+                dense, np.interp(dense, nbytes, fitted) * scale, color=colour, linestyle=dashes,
+                linewidth=1.0,
+            )  # fmt: skip
+            line.set_gid(f"{state}:fit")
+            entries.setdefault(name, (points, line))
     label(ax, "Message (bytes)", f"From sender to consumer ({unit})")
     ax.xaxis.set_major_formatter(lambda value, _: _size(value))
-    n_pairs = len(by_pair(transfers))
-    height = add_legend(ax, *ax.get_legend_handles_labels())
+    height = add_legend(ax, [*entries.values()], [*entries])
     pairs = "one pair of devices" if n_pairs == 1 else f"{n_pairs} pairs of devices"
     set_title(ax, "Messages by size", pairs, height)
     return ax

@@ -205,7 +205,9 @@ class TrainingRun:
         ax.set_xlim(0, max(1, int(steps.max())) * 1.01)
         finite = losses[np.isfinite(losses)]
         if len(finite):
-            ax.set_ylim(min(0.0, float(finite.min())), float(finite.max()) * 1.05)
+            low, high = float(finite.min()), float(finite.max())
+            margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+            ax.set_ylim(low - margin, high + margin)
         label(ax, "Step", "Loss")
         height = add_legend(ax, handles, names)
         if title:

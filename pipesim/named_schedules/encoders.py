@@ -35,6 +35,7 @@ _BUBBLE = ClosedForm(
 
 @register(
     "encoder_first",
+    label="encoder first",
     summary="encoder on the devices of its language model, before and after the 1F1B of that",
     source=_SOURCE,
     bubble=_BUBBLE,
@@ -63,6 +64,7 @@ def encoder_first(n_devices: int, n_microbatches: int) -> Schedule:
 
 @register(
     "encoder_nested",
+    label="encoder nested",
     summary="encoder nested in the 1F1B of its language model: little memory for any batch",
     source=_SOURCE,
     bubble=_BUBBLE,

@@ -16,6 +16,7 @@ from pipesim.plot.figure_style import Inches, current_style, shown_name, text_po
 from pipesim.plot.palette import INK, rgb, text_colours
 from pipesim.plot.paper_figure import (
     GREY,
+    LETTER,
     LegendPlace,
     add_legend,
     axes_or_new,
@@ -370,8 +371,6 @@ _PLAN_COLUMNS = ("step", "memory", "schedule")
 #: Marker and colour (by operation) of each schedule, by its place in the legend.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 _COLOURS = (Op.F, Op.B, Op.SEND_F, Op.W, Op.I, Op.REDUCE_GRAD, Op.SEND_B, Op.ALL_TO_ALL, Op.STEP)
-#: Width of a bold letter relative to its size.
-BOLD_LETTER = 0.65
 #: Points of the front that are labelled, and the height of new axes (inches).
 _LABELS, _PLAN_HEIGHT = 6, 3.4
 
@@ -392,7 +391,7 @@ def plan_front(
 
     Colour and marker show the schedule. A line joins the front: configurations of which none is
     better in time or memory and as good in the other; other points are pale. Up to six of the front
-    are labelled. The best, in bold, has a ring, and a whisker from ``low`` to ``high``, if known.
+    are labelled. The best has a ring, and a whisker from ``low`` to ``high``, if known.
 
     Parameters
     ----------
@@ -486,6 +485,16 @@ def _draw_limit(ax: Axes, height: float, text: str) -> None:
     )  # fmt: skip
 
 
+def _in_two_lines(text: str) -> str:
+    """Return a text with a line break near its middle, after a comma if there is one."""
+    after_commas = [k + 1 for k in range(len(text)) if text[k : k + 2] == ", "]
+    spaces = after_commas or [k for k, letter in enumerate(text) if letter == " "]
+    if not spaces:
+        return text
+    middle = min(spaces, key=lambda k: abs(2 * k - len(text)))
+    return f"{text[:middle]}\n{text[middle + 1 :]}"
+
+
 def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None:
     """Label points of the front below and to the left of each, where no configuration can be.
 
@@ -499,10 +508,12 @@ def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None
     x, y = best["x"].to_dict(), best["y"].to_dict()
     right = ax.get_xlim()[1]
     size = text_points()
-    room = (len(names[ranks[0]]) * size * BOLD_LETTER + 2 * size) / width
+    texts = {rank: _in_two_lines(names[rank]) for rank in ranks}
+    longest = max(map(len, texts[ranks[0]].split("\n")))
+    room = (longest * size * LETTER + 2 * size) / width
     share = min(room, 0.5)
     ax.set_xlim((x[ranks[0]] - share * right) / (1 - share), right)
-    line = 1.5 * size / height * ax.get_ylim()[1]
+    line = 2.7 * size / height * ax.get_ylim()[1]
     kept = [ranks[0]]
     while len(kept) < _LABELS:
         distance = {rank: min(abs(y[rank] - y[other]) for other in kept) for rank in ranks}
@@ -512,7 +523,6 @@ def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None
         kept.append(farthest)
     for rank in kept:
         ax.annotate(
-            names[rank], (x[rank], y[rank]), xytext=(-5, -4), textcoords="offset points",
+            texts[rank], (x[rank], y[rank]), xytext=(-5, -4), textcoords="offset points",
             ha="right", va="top", fontsize=text_points(), zorder=6,
-            fontweight="bold" if rank == ranks[0] else "normal",
         )  # fmt: skip

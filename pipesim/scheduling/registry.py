@@ -539,7 +539,8 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
     Returns
     -------
     pandas.DataFrame
-        Indexed by name: ``summary``; ``bubble_formula``, ``bubble`` (0..1);
+        Indexed by name: ``label`` (name in figures), ``summary``; ``bubble_formula``, ``bubble``
+        (0..1);
         ``activations_formula``, ``activations`` (of the fullest device, in micro-batches through
         ``1 / p`` of the model); ``parameters_formula``, ``parameters`` (sets of weights);
         ``assumes``, ``counts``, ``options``, ``source``. A number is NaN if its formula fails, or
@@ -562,7 +563,7 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
         check_name("option", option, known_options)
     rows = {}
     for info in _REGISTRY.values():
-        row: dict[str, Any] = {"summary": info.summary}
+        row: dict[str, Any] = {"label": info.label, "summary": info.summary}
         allowed = info.allows(*counts, **options)
         for name in ("bubble", "activations", "parameters"):
             form: ClosedForm = getattr(info, name)

@@ -19,10 +19,11 @@ fig, axes = plt.subplots(3, 1, sharex=True)
 schedule = ps.schedule("1f1b", n_devices=3, n_microbatches=4)
 network = ps.Network(bandwidth=1.0)
 costs = ps.Costs(forward=1, backward=2, optimizer_step=0.4, parameter_bytes=1.6, network=network)
-for ax, grad_sync in zip(axes, ("last", "bucketed", "every"), strict=True):
+ways = {"last": "once", "bucketed": "in four buckets", "every": "after every micro-batch"}
+for ax, (grad_sync, way) in zip(axes, ways.items(), strict=True):
     graph = ps.lower(schedule, n_replicas=2, grad_sync=grad_sync, n_buckets=4)
     timeline = ps.simulate(graph, costs)
-    title = f'grad_sync="{grad_sync}": {timeline.makespan:.1f} s'
+    title = f"Gradients reduced {way}: {timeline.makespan:.1f} s"
     timeline.plot(ax=ax, transfers=True, title=title, legend=ax is axes[0])
     ax.set_ylim(2.6, -0.5)
     ax.set_xlabel("" if ax is not axes[-1] else ax.get_xlabel())

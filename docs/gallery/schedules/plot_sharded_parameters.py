@@ -4,10 +4,9 @@ Sharded parameters: gathers and reductions
 
 Two replicas of two devices share their parameters, as in FSDP and ZeRO-3 (Rajbhandari et al., SC
 2020, `arXiv 1910.02054 <https://arxiv.org/abs/1910.02054>`_); rows are those of one replica.
-Parameters of a stage are gathered in the thin lane, on a separate stream. With "every" they are
-freed after each use, and with "step" they stay until the end of the step. Look at the gaps of
-device 0: freed parameters must be gathered again, and a prefetch of one task hides only a part of
-that.
+Parameters of a stage are gathered in the thin lane, on a separate stream. They stay until the end
+of the step, or are freed after each use. Look at the gaps of device 0: freed parameters must be
+gathered again, and a prefetch of one task hides only a part of that.
 """
 
 import matplotlib.pyplot as plt
@@ -26,7 +25,8 @@ for kept in ("step", "every"):
     steps[kept] = ps.simulate(graph, costs)
 for ax, (kept, step) in zip(axes, steps.items(), strict=True):
     n_gathers = (step.frame.query("device == 0")["op"] == "UNSHARD").sum()
-    title = f'shard_parameters="{kept}": {step.makespan:.1f} s, {n_gathers} gathers a device'
+    way = {"step": "kept for the step", "every": "freed after each use"}[kept]
+    title = f"Parameters {way}: {step.makespan:.1f} s, {n_gathers} gathers a device"
     step.plot(ax=ax, transfers=True, title=title, legend=ax is axes[0])
     ax.set_ylim(1.6, -0.5)
 axes[0].set_xlabel("")

@@ -36,4 +36,4 @@ for title, (schedule, options) in rows.items():
     graph = ps.lower(schedule, recompute="except_last", step="none", skips=[(0, 3)], **options)
     timeline = ps.simulate(graph, costs)
     panels[f"{title}: {timeline.makespan:.1f} s"] = timeline
-fig = plot.panels(panels, transfers=True)
+fig = plot.panels(panels, transfers=True, numbers=False)
