@@ -486,12 +486,11 @@ def _draw_limit(ax: Axes, height: float, text: str) -> None:
 
 
 def _in_two_lines(text: str) -> str:
-    """Return a text with a line break near its middle, after a comma if there is one."""
-    after_commas = [k + 1 for k in range(len(text)) if text[k : k + 2] == ", "]
-    spaces = after_commas or [k for k, letter in enumerate(text) if letter == " "]
-    if not spaces:
+    """Return a text with a line break after the comma that is nearest its middle, if any."""
+    commas = [k + 1 for k in range(len(text)) if text[k : k + 2] == ", "]
+    if not commas:
         return text
-    middle = min(spaces, key=lambda k: abs(2 * k - len(text)))
+    middle = min(commas, key=lambda k: abs(2 * k - len(text)))
     return f"{text[:middle]}\n{text[middle + 1 :]}"
 
 

@@ -410,7 +410,7 @@ def test_a_loss_has_a_count_always_or_never() -> None:
 
 
 def test_loss_fn_must_be_callable() -> None:
-    with pytest.raises(ArgumentError, match="loss_fn must be a function"):
+    with pytest.raises(ArgumentError, match="trains, and needs loss_fn"):
         one_step(None, *tokens(11))  # type: ignore[arg-type]
 
 

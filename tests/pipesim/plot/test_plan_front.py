@@ -50,7 +50,7 @@ def test_the_front_is_a_staircase_and_the_best_has_a_ring() -> None:
     np.testing.assert_allclose(line.get_xydata(), [[0.1, 40], [0.3, 20]])
     assert line.get_drawstyle() == "steps-post"
     np.testing.assert_allclose(artist_of(ax, "plan:best").get_offsets(), [[0.1, 40]])
-    assert "tp8 pp2\ndp1" in [text.get_text() for text in ax.texts]
+    assert "tp8 pp2 dp1" in [text.get_text() for text in ax.texts]
 
 
 def test_labels_are_inside_and_apart() -> None:
