@@ -198,8 +198,7 @@ def _sources(graph: TaskGraph, index: int) -> tuple[Source, ...]:
     rows = _data_sources(op, int(graph.part[index]), stage if graph.edges else 0, graph.edges)
     tasks = (next((needed[x] for x in row if x in needed), -1) for row in rows)
     sources = tuple(_source(graph, index, task) for task in tasks if task >= 0)
-    is_decode = 0 < graph.prompt_slices <= graph.microbatch[index] % graph.n_slices
-    if op is not Op.F or stage or not is_decode:
+    if op is not Op.F or stage or not graph.is_decode_step[graph.microbatch[index]]:
         return sources
     from_last = (Op.F, graph.n_stages - 1), (Op.RECV_F, 0)
     needed_tasks = graph.dependencies[index].tolist()

@@ -396,7 +396,6 @@ def agree_on_messages(
     ``inputs`` are those of the first step.
     """
     n, m = graph.n_stages, graph.n_microbatches
-    steps = [k for k in range(m) if 0 < graph.prompt_slices <= k % graph.n_slices]
     signatures = [
         agree_on_shapes(
             modules[replica * n : (replica + 1) * n],
@@ -405,7 +404,7 @@ def agree_on_messages(
             processes,
             {s: rows and rows[share * m : (share + 1) * m] for s, rows in inputs.arguments.items()},
             graph.edges,
-            steps,
+            np.flatnonzero(graph.is_decode_step).tolist(),
         )
         for share, replica in enumerate(range(0, graph.n_replicas, inputs.shares.n_paths))
     ]

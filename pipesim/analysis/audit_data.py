@@ -379,7 +379,7 @@ def _slice_uses(uses: DataUses) -> None:
     uses.note(forward, "w", "keys_values")
     if uses.graph.prompt_slices:
         homes, last = uses.graph.homes, uses.graph.n_stages - 1
-        is_step = uses.graph.microbatch[forward] % n_slices >= uses.graph.prompt_slices
+        is_step = uses.graph.is_decode_step[uses.graph.microbatch[forward]]
         local = homes[uses.graph.replica[forward], last] == uses.graph.device[forward]
         steps = forward[is_step & local & (uses.graph.stage[forward] == 0)]
         uses.note(steps, "r", "output", stage=last, microbatch=uses.graph.microbatch[steps] - 1)

@@ -363,6 +363,12 @@ class TaskGraph:
     offload_to = _Option[OffloadTarget]("offload_to", "Where OFFLOADs move activations.")
     expert_replicas = _Option[int]("expert_replicas", "Replicas that exchange tokens; 0: all.")
 
+    @cached_property
+    def is_decode_step(self) -> NDArray[np.bool_]:
+        """Whether each micro-batch is a decode step, a slice behind a prompt."""
+        place = np.arange(self.n_microbatches) % self.n_slices
+        return (place >= self.prompt_slices) & (self.prompt_slices > 0)
+
     @property
     def offload_shares(self) -> NDArray[np.float64]:
         """Share of the bytes of activations that OFFLOADs move; shape ``(n_stages,)``."""
