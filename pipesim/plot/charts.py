@@ -22,7 +22,6 @@ from pipesim.plot.paper_figure import (
     axes_or_new,
     axes_size,
     end_of_axis,
-    figure,
     label,
     set_device_rows,
     set_title,
@@ -304,10 +303,7 @@ def accuracy(
             f"{len(guess)}"
         )
     sign, scale = time_unit(float(np.median(true)), unit)
-    if ax is None:
-        ax = figure(1, height=height or _ACCURACY_HEIGHT)[1]
-    else:
-        axes_or_new(ax, 4, height)
+    ax = axes_or_new(ax, height=height, usual_height=_ACCURACY_HEIGHT, columns=1)
     ends = np.array([min(true.min(), guess.min()) / _SPACE, max(true.max(), guess.max()) * _SPACE])
     ends *= scale
     palette = current_style().palette
@@ -428,7 +424,7 @@ def plan_front(
     most = max(float(table["memory"].max()), limit or 0.0)
     size_sign, size = byte_unit(most)
     points = table.assign(x=table["step"] * scale, y=table["memory"] / size)
-    ax = axes_or_new(ax, 4, (height or _PLAN_HEIGHT) if ax is None else height)
+    ax = axes_or_new(ax, height=height, usual_height=_PLAN_HEIGHT)
     handles = _draw_points(ax, points, ranks)
     best = points.loc[ranks]
     (line,) = ax.plot(best["x"], best["y"], color=INK, linewidth=0.8, drawstyle="steps-post")

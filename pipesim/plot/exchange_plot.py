@@ -13,7 +13,6 @@ from pipesim.plot.paper_figure import (
     LETTER,
     axes_or_new,
     axes_size,
-    figure,
     label,
     set_title,
     thinned_ticks,
@@ -108,11 +107,11 @@ def exchange(
         # The smallest size of labels in boxes is 6 points.
         n_letters = int((WIDTH * points / boxes.ends[-1, 1] - 1.0) / (6.0 * 0.66))
     if boxes is None or n_letters < longest:
-        ax = figure(1, height=height or 2.6)[1] if ax is None else axes_or_new(ax, 4, height)
+        ax = axes_or_new(ax, height=height, usual_height=2.6, columns=1)
         _draw_counts(ax, columns, n_ranks)
     else:
         usual = _PHASE * len(boxes.phases) + 0.5
-        ax = axes_or_new(ax, 4, (height or usual) if ax is None else height)
+        ax = axes_or_new(ax, height=height, usual_height=usual)
         _draw_boxes(ax, columns, boxes, letters=n_letters > longest)
     if title:
         set_title(ax, title)

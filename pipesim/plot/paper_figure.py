@@ -149,10 +149,20 @@ def ignore_small_boxes() -> Iterator[None]:
         yield
 
 
-def axes_or_new(ax: Axes | None, rows: float, height: float | None = None) -> Axes:
-    """Return ``ax``, or new axes with room for ``rows``, or of a figure of this height."""
+def axes_or_new(
+    ax: Axes | None,
+    rows: float = 4,
+    height: float | None = None,
+    *,
+    usual_height: float | None = None,
+    columns: int | None = None,
+) -> Axes:
+    """Return ``ax``, or new axes.
+
+    Their figure has ``height``, or else ``usual_height``, or else room for ``rows``.
+    """
     if ax is None:
-        return figure(rows=rows, height=height)[1]
+        return figure(columns, rows, height=usual_height if height is None else height)[1]
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes):
