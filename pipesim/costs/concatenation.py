@@ -32,11 +32,9 @@ def concatenate(parts: Mapping[str, tuple[Costs, int]], network: Network | None)
     if network is not None:
         values["network"] = network
     for name, row in ROWS.items():
-        if name in values:
+        if name in values or name in _TIED:
             continue
         own = [getattr(part.costs, name) for part in checked]
-        if name in _TIED:
-            continue
         if row.item == "stage" and any(value != row.default for value in own):
             values[name] = [x for part in checked for x in _of_stages(part, name, row)]
         elif name in _OF_STAGES and any(value is not None for value in own):
