@@ -117,6 +117,7 @@ sphinx_gallery_conf = {
     "only_warn_on_example_error": False,
     "abort_on_example_error": True,
     "matplotlib_animations": False,
+    "capture_repr": (),  # such as `<Axes ...>`
     "parallel": 2,
 }
 

@@ -1,8 +1,9 @@
 """Run every script of the gallery, and check that a paper could print its figure.
 
 ``python tools/gallery.py [--out FOLDER] [NAME...]`` runs the scripts ``docs/gallery/*/plot_*.py``,
-or only those whose path contains a NAME. It prints a line a script, with its seconds of CPU time,
-and exits with 1 if any figure fails a check. The build of the site checks the figures, too.
+or only those whose folder and file, such as ``choices/plot_plan.py``, have a NAME in them. It
+prints a line a script, with its seconds of CPU time, and exits with 1 if any figure fails a check.
+The build of the site checks the figures, too.
 
 - at most 40 lines, a docstring with a title, and public imports alone;
 - exactly one figure, as wide as one or two columns;
@@ -54,9 +55,9 @@ DPI, SHEET = 200, 2000
 
 
 def scripts(names: Sequence[str] = ()) -> list[Path]:
-    """Return the scripts of the gallery, or only those whose path contains one of ``names``."""
-    paths = sorted(GALLERY.glob("*/plot_*.py"))
-    return [path for path in paths if not names or any(name in str(path) for name in names)]
+    """Return the scripts of the gallery, or only those whose path in it has one of ``names``."""
+    paths = {str(path.relative_to(GALLERY)): path for path in sorted(GALLERY.glob("*/plot_*.py"))}
+    return [path for text, path in paths.items() if not names or any(x in text for x in names)]
 
 
 def problems_of_text(path: Path) -> Iterator[str]:
@@ -208,7 +209,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     images: list[Image.Image] = []
     wrong = 0
-    for path in scripts(options.names):
+    if not (paths := scripts(options.names)):
+        parser.error(f"no script of the gallery has a name with {' or '.join(options.names)}")
+    for path in paths:
         problems, seconds, image = run(path)
         print(f"{path.relative_to(GALLERY)}: {seconds:.1f} s", flush=True)
         for text in problems:
@@ -220,7 +223,7 @@ def main(arguments: list[str]) -> int:
             images.append(image)
     if images:
         save(contact_sheet(images), options.out, "sheet")
-    print(f"{len(scripts(options.names))} scripts, {wrong} with faults")
+    print(f"{len(paths)} scripts, {wrong} with faults")
     return 1 if wrong else 0
 
 

@@ -61,6 +61,7 @@ def write_pages(app: Any) -> None:
                     (folder / f"{program}_{command.replace('-', '_')}.rst").write_text(text)
 
 
-def setup(app: Any) -> None:
+def setup(app: Any) -> dict[str, Any]:
     """Write the pages before any is read."""
     app.connect("builder-inited", write_pages)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}  # reads notebooks in parallel

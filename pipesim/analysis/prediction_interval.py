@@ -67,6 +67,9 @@ class Interval(NamedTuple):
     def __str__(self) -> str:
         return f"{self.low:.3g} to {self.high:.3g} s ({self.basis})"
 
+    def __repr__(self) -> str:
+        return f"<Interval: {self}>"
+
 
 @checked
 def prediction_interval(timeline: Timeline, share: Fraction = 0.8) -> Interval:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from pipesim.plot.html_tables import note_html, table_html
 from pipesim.simulation.simulate import predict_timeline
 from pipesim.timeline.memory import costs_of, memory_breakdown
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.texts import format_bytes, format_time
+from pipesim.utils.texts import COLUMNS, format_bytes, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,11 +111,15 @@ class Explanation:
         texts += [f"{kind.capitalize()}: {_changes(kinds[kind], format_bytes)}." for kind in shown]
         return texts
 
-    def __str__(self) -> str:
+    def _lines(self) -> list[str]:
         need, *kinds = self.memory_sentences()
         lines = [f"A: {self.first}", f"B: {self.second}", self.headline]
         lines += [f"  {text}" for text in self.sentences()]
-        return "\n".join([*lines, need, *(f"  {text}" for text in kinds)])
+        return [*lines, need, *(f"  {text}" for text in kinds)]
+
+    def __str__(self) -> str:
+        wrap = textwrap.TextWrapper(COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
+        return "\n".join(map(wrap.fill, self._lines()))
 
     def __repr__(self) -> str:
         return f"<Explanation: {self.headline}>"
@@ -129,7 +134,7 @@ class Explanation:
         head = ["A", "B", "A minus B"]
         return "".join(
             [
-                *(note_html(line) for line in str(self).splitlines()),
+                *(note_html(line) for line in self._lines()),
                 table_html(["part of the step", *head], parts),
                 table_html(["memory of the fullest device", *head], kinds),
             ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -22,7 +23,7 @@ from pipesim.planning.choice import (
 )
 from pipesim.planning.problem import PlanProblem, mean_peak
 from pipesim.plot.html_tables import note_html, table_html
-from pipesim.utils.texts import align_columns, format_numbers, format_time
+from pipesim.utils.texts import COLUMNS, align_columns, format_numbers, format_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -171,9 +172,13 @@ def plans_text(plans: Plans, n_best: int) -> str:
     check_count("n_best", n_best)
     lines = [plans_line(plans), *plans.notes]
     if len(plans):
+        lines.append("")
         columns = _columns(plans, n_best)
-        align = ">" * (len(columns) - 2) + "<"
-        lines += ["", align_columns(columns, align)]
+        names = ["configuration", *columns.pop("configuration")]
+        indent = " " * len("rank  ")
+        wrap = textwrap.TextWrapper(COLUMNS, indent, indent, break_on_hyphens=False)
+        for row, name in zip(align_columns(columns).splitlines(), names, strict=True):
+            lines += [row, wrap.fill(name)]
     return "\n".join(lines)
 
 

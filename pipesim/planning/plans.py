@@ -446,7 +446,7 @@ class Plans:
         Returns
         -------
         str
-            A line of counts, and a line for each of the best.
+            A line of counts, and a row and its configuration for each of the best.
 
         Examples
         --------
@@ -457,7 +457,9 @@ class Plans:
         >>> print(plans.summary(n_best=1))
         3 configurations: 3 simulated, 0 pruned by bounds, ...
         rank    step ...
-        0     12.0 s ... tp1 pp1 dp2, 1f1b, 2 micro-batches of 1
+              configuration
+        0     12.0 s ...
+              tp1 pp1 dp2, 1f1b, 2 micro-batches of 1
         """
         return plans_text(self, n_best)
 

@@ -19,6 +19,8 @@ from pipesim.errors import ArgumentError, CapacityError, check_name
 
 #: JSON key or CSV column of a checksum.
 CHECKSUM = "checksum"
+#: Characters of a line of text, beyond which sentences are wrapped.
+COLUMNS = 88
 
 
 def parse_int(text: str) -> int | None:

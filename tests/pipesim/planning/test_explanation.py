@@ -121,9 +121,10 @@ def test_the_difference_sums_exactly(explained: Explanation) -> None:
 
 def test_sentences_name_the_settings(explained: Explanation) -> None:
     """The largest part comes first, with both figures and the settings that differ."""
-    text = str(explained)
-    lines = text.splitlines()
+    lines = str(explained).splitlines()
+    assert max(map(len, lines)) <= 88
     assert lines[0] == f"A: {CHOICE}"
+    text = " ".join(map(str.strip, lines))
     assert lines[2].startswith("A takes ")
     assert " less than B with " in lines[2]
     assert "Recompute: " in text

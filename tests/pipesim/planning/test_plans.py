@@ -219,9 +219,9 @@ def test_the_summary_counts_and_shows_the_best() -> None:
         "6 configurations: 3 simulated, 1 pruned by bounds, 1 do not fit in memory, 1 invalid; "
         "500 ms"
     )
-    assert len(lines) == 5
-    assert lines[3].split()[:2] == ["0", "1.00"]
-    assert str(CHOICE) in lines[3]
+    assert len(lines) == 8
+    assert lines[4].split()[:2] == ["0", "1.00"]
+    assert lines[5].strip() == str(CHOICE)
     assert "gpipe" in plans()._repr_html_()
     assert str(plans()) == plans().summary()
     with pytest.raises(ArgumentError, match="n_best"):
