@@ -5,10 +5,10 @@ An ablation: measured and predicted
 torchgpipe's ablation on a U-Net (Kim et al., `arXiv 2004.09910
 <https://arxiv.org/abs/2004.09910>`_). The baseline runs all recomputes first: this order is
 imposed, as that of the paper is not known. The next rows add the order of clock cycles, copy
-streams, and portals for skip connections. Four CPU workers have imposed times and links, in the
-proportions of the published model; the timelines are in ``results/ablation``. The paper's own
-speeds are not in the figure. Look at the pairs of bars: gains are predicted with the
-right size.
+streams, and portals for skip connections. Four CPU workers on two cores of an AMD EPYC have imposed
+times and links, in the proportions of the published model; this project measured them by
+``benchmarks/ablation.py``, and the timelines are in ``results/ablation``. The paper's own speeds
+are not in the figure. Look at the pairs of bars: gains are predicted with the right size.
 """
 
 import matplotlib.pyplot as plt

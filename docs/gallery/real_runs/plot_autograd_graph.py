@@ -4,9 +4,10 @@ What autograd built
 
 The autograd graph of torchgpipe's mechanism (Kim et al., `arXiv 2004.09910
 <https://arxiv.org/abs/2004.09910>`_, section 3.2) without dependencies between micro-batches, read
-from a real forward. torch's engine goes from right to left; the numbers are the order in which it
-ran the nodes. Look at the last partition: both recomputes come before any layers, as the engine
-runs the newest node that is ready. The last micro-batch is not recomputed.
+from a real forward of `pipeexec.GPipe` on the CPU that made this figure: this script runs it, and
+the order does not depend on the hardware. torch's engine goes from right to left; the numbers are
+the order in which it ran the nodes. Look at the last partition: both recomputes come before any
+layers, as the engine runs the newest node that is ready. The last micro-batch is not recomputed.
 """
 
 import matplotlib.pyplot as plt
