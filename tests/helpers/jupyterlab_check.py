@@ -1,4 +1,4 @@
-"""Check timelines, comparisons and the widget in JupyterLab and nbconvert; write screenshots.
+"""Check `make notebook`, timelines and the widget in JupyterLab and nbconvert; write screenshots.
 
 JupyterLab is that of the extra ``notebook``, which ``make notebook`` installs:
 
@@ -6,8 +6,9 @@ JupyterLab is that of the extra ``notebook``, which ``make notebook`` installs:
     .venv/bin/python tests/helpers/jupyterlab_check.py .venv/bin/jupyter
 
 It prints a line for each check, and exits with 1 if one fails. It needs Chromium and half a minute.
-Screenshots: ``jupyterlab.png``, ``jupyterlab_widget.png``, ``jupyterlab_untrusted.png``,
-``nbconvert.png`` and ``vscode_rules.png`` in ``results/page/``. No VS Code is involved: the last
+Screenshots: ``jupyterlab_menu.png``, ``jupyterlab_first_look.png``, ``jupyterlab.png``,
+``jupyterlab_widget.png``, ``jupyterlab_untrusted.png``, ``nbconvert.png`` and ``vscode_rules.png``
+in ``results/page/``. No VS Code is involved: the last
 one shows the output in a document with the rules of its notebooks. The file is longer than 300
 lines, as each notebook needs its own steps.
 """
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +34,15 @@ import nbformat
 from notebook_hosts import VS_CODE, framed_html
 from playwright.sync_api import Browser, Frame, Page, sync_playwright
 
-OUT = Path(__file__).resolve().parents[2] / "results" / "page"
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "results" / "page"
 TOKEN = "check"
 SIZE = {"width": 1280, "height": 800}
+#: Settings of JupyterLab: no messages of news, and notebooks of the repository stay as they are.
+SETTINGS = {
+    "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
+    "docmanager-extension/plugin": '{"autosave": false}',
+}
 CELLS = (
     """import pipesim as ps
 from pipesim.plot.widget.make_widget import widget
@@ -85,27 +92,35 @@ def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
 
 
 @contextmanager
-def running_lab(jupyter: str, folder: Path) -> Iterator[str]:
-    """Run JupyterLab in a folder, with settings of its own; give its address."""
+def running_lab(
+    folder: Path, command: Callable[[list[str]], Sequence[str | Path]]
+) -> Iterator[str]:
+    """Run the command of JupyterLab's options, with settings in a folder; give the address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     homes = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
     home = {f"JUPYTER_{name}": str(folder / ".jupyter" / name) for name in homes}
-    settings = folder / ".jupyter" / "settings"
-    home["JUPYTERLAB_SETTINGS_DIR"] = str(settings)
-    news = settings / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-    news.parent.mkdir(parents=True)
-    news.write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    home["JUPYTERLAB_SETTINGS_DIR"] = str(folder / ".jupyter" / "settings")
+    for name, text in SETTINGS.items():
+        path = folder / ".jupyter" / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    options = [
+        "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}",
+        f"--IdentityProvider.token={TOKEN}",
+    ]  # fmt: skip
     process = subprocess.Popen(
-        [jupyter, "lab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
-         f"--ServerApp.port={port}", f"--IdentityProvider.token={TOKEN}",
-         f"--ServerApp.root_dir={folder}"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **home},
-    )  # fmt: skip
+        command(options),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **home},
+    )
     url = f"http://127.0.0.1:{port}"
     try:
-        assert until(lambda: answers(f"{url}/api/status?token={TOKEN}")), "JupyterLab does not run"
+        assert until(lambda: answers(f"{url}/api/status?token={TOKEN}"), 120), (
+            "JupyterLab does not run"
+        )
         yield url
     finally:
         end_kernels(url)
@@ -139,12 +154,12 @@ def write_notebook(path: Path) -> None:
 
 
 @contextmanager
-def opened(lab: Lab, name: str, checks: Checks, *, dark: bool = False) -> Iterator[Page]:
-    """Open a notebook in JupyterLab; errors of its page fail a check."""
-    page = lab.browser.new_page(viewport=SIZE, color_scheme="dark" if dark else "light")
+def opened(lab: Lab, path: str, checks: Checks) -> Iterator[Page]:
+    """Open a path of JupyterLab that shows a notebook; errors of its page fail a check."""
+    page = lab.browser.new_page(viewport=SIZE)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"{lab.url}/lab/tree/{name}?token={TOKEN}&reset")
+    page.goto(f"{lab.url}/{path}?token={TOKEN}&reset")
     page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=60_000)
     page.locator("text=/ipykernel.*Idle/").first.wait_for(timeout=60_000)
     yield page
@@ -294,17 +309,17 @@ def check_reopened(lab: Lab, checks: Checks) -> None:
         sum(len(json.dumps(output)) for output in cell["outputs"]) for cell in notebook["cells"][:3]
     ]
     checks("size of the outputs (bytes)", sizes[0] < 200_000, sizes)
-    with opened(lab, "check.ipynb", checks) as page:
+    with opened(lab, "lab/tree/check.ipynb", checks) as page:
         frames = until(lambda: len(frames_of(page)) == 2 and frames_of(page))
         checks("a reopened notebook has its frames", frames and state_of(frames[0])["rows"])
         choose_theme(page, "Dark")
-    with opened(lab, "check.ipynb", checks) as page:
+    with opened(lab, "lab/tree/check.ipynb", checks) as page:
         frames = until(lambda: len(frames_of(page)) == 2 and frames_of(page))
         checks("frames are dark in a dark theme", state_of(frames[0])["theme"] == "dark")
         choose_theme(page, "Light")
     notebook["cells"][0]["source"] += ["\n# changed by another"]
     (lab.folder / "untrusted.ipynb").write_text(json.dumps(notebook))
-    with opened(lab, "untrusted.ipynb", checks) as page:
+    with opened(lab, "lab/tree/untrusted.ipynb", checks) as page:
         pictures = page.locator(".jp-OutputArea details img")
         until(lambda: pictures.count() == 2, 10)
         page.locator(".jp-OutputArea summary").first.click()
@@ -313,6 +328,39 @@ def check_reopened(lab: Lab, checks: Checks) -> None:
             pictures.first.is_visible() and not frames_of(page),
         )
         page.screenshot(path=OUT / "jupyterlab_untrusted.png")
+
+
+def check_make_notebook(jupyter: str, folder: Path, browser: Browser, checks: Checks) -> None:
+    """Check the first page of `make notebook`, and a notebook that it lists, run to its end."""
+
+    def command(options: list[str]) -> list[str | Path]:
+        installed = "--old-file=.venv/.notebook-stamp"
+        where = f"BIN={Path(jupyter).absolute().parent}"
+        return ["make", "-C", ROOT, installed, "notebook", where, f"OPTIONS={' '.join(options)}"]
+
+    with (
+        running_lab(folder, command) as url,
+        opened(Lab(url, folder, browser), "", checks) as page,
+    ):
+        table = page.locator(".jp-RenderedMarkdown table")
+        links, pictures = table.locator("a"), table.locator("img")
+        loaded = "(images) => images.filter((image) => image.naturalWidth > 0).length"
+        n_listed = len(list((ROOT / "notebooks").glob("*.ipynb"))) - 1
+        until(lambda: pictures.evaluate_all(loaded) == n_listed)
+        counts = links.count(), pictures.evaluate_all(loaded)
+        checks("the menu has a link and a picture a notebook", set(counts) == {n_listed}, counts)
+        page.screenshot(path=OUT / "jupyterlab_menu.png")
+        links.first.click()
+        shown = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+        until(lambda: shown.locator("h1").inner_text().startswith("First look"))
+        run_cells(page)
+        frames = until(lambda: frames_of(page))
+        shown.locator("iframe").evaluate("(frame) => frame.scrollIntoView({ block: 'center' })")
+        checks("a notebook that it lists shows its timeline", state_of(frames[0])["rows"])
+        frames[0].locator("#search").fill("1B2")
+        frames[0].locator("#search").press("Enter")
+        checks("a search selects a task", until(lambda: state_of(frames[0])["selected"], 10))
+        page.screenshot(path=OUT / "jupyterlab_first_look.png")
 
 
 def check_nbconvert(jupyter: str, lab: Lab, checks: Checks) -> None:
@@ -372,14 +420,16 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as name,
         sync_playwright() as playwright,
-        running_lab(jupyter, Path(name)) as url,
+        running_lab(
+            Path(name), lambda options: [jupyter, "lab", f"--ServerApp.root_dir={name}", *options]
+        ) as url,
     ):
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
         lab = Lab(url, Path(name), browser)
         write_notebook(lab.folder / "check.ipynb")
-        with opened(lab, "check.ipynb", checks) as page:
+        with opened(lab, "lab/tree/check.ipynb", checks) as page:
             run_cells(page)
             until(lambda: len(frames_of(page)) == 2)
             page.screenshot(path=OUT / "jupyterlab.png")
@@ -391,6 +441,7 @@ def main() -> int:
         check_reopened(lab, checks)
         check_nbconvert(jupyter, lab, checks)
         check_vs_code(lab, checks)
+        check_make_notebook(jupyter, lab.folder / "make", browser, checks)
         browser.close()
     return int(checks.n_failed > 0)
 
