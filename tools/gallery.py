@@ -159,10 +159,10 @@ def run(path: Path) -> tuple[list[str], float, Image.Image | None]:
         warnings.simplefilter("default")
         mpl.rcdefaults()
         mpl.use("agg")
-        image = None
+        image, kept = None, {}
         try:
             with contextlib.chdir(path.parent):  # as sphinx-gallery does
-                runpy.run_path(str(path))
+                kept = runpy.run_path(str(path))  # an animation warns if it ends before it is drawn
         except Exception as error:
             problems.append(f"raises {type(error).__name__}: {error}")
         if len(plt.get_fignums()) != 1:
@@ -173,6 +173,7 @@ def run(path: Path) -> tuple[list[str], float, Image.Image | None]:
             file = io.BytesIO()
             figure.savefig(file, format="png", dpi=DPI)
             image = Image.open(file).convert("RGB")
+    del kept
     plt.close("all")
     seconds = time.process_time() - began
     problems += [f"warns: {warning.message}" for warning in raised]

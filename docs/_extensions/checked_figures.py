@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gallery  # tools/gallery.py
 import matplotlib.pyplot as plt
+from matplotlib.animation import Animation
 from sphinx.errors import ExtensionError
-from sphinx_gallery.scrapers import matplotlib_scraper
+from sphinx_gallery.scrapers import figure_rst, matplotlib_scraper
+
+#: Dots an inch of animations: their frames are not compressed well.
+DPI = 120
 
 
 def keep(block: Any, variables: dict[str, Any], conf: dict[str, Any]) -> str:
     """Return the page's text for the figure of a script, as sphinx-gallery writes it.
+
+    Of an animation, the page has a GIF, which needs neither ffmpeg nor scripts from a server; its
+    first frame is the picture in the list.
 
     Raises
     ------
@@ -24,4 +32,10 @@ def keep(block: Any, variables: dict[str, Any], conf: dict[str, Any]) -> str:
         problems.append("no figure")
     if problems:
         raise ExtensionError(f"{variables['src_file']}: {'; '.join(problems)}")
-    return str(matplotlib_scraper(block, variables, conf))
+    text = str(matplotlib_scraper(block, variables, conf))
+    for value in variables["example_globals"].values():
+        if isinstance(value, Animation):
+            path = Path(variables["image_path_iterator"].paths[-1]).with_suffix(".gif")
+            value.save(path, writer="pillow", dpi=DPI)
+            text = str(figure_rst([str(path)], conf["src_dir"]))
+    return text

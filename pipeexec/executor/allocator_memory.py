@@ -25,8 +25,17 @@ from pipeexec.devices.device import Device
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError
-from pipesim.plot.paper_figure import add_legend, axes_or_new, end_of_axis, label
+from pipesim.plot.figure_style import Inches
+from pipesim.plot.paper_figure import (
+    LegendPlace,
+    add_legend,
+    axes_or_new,
+    end_of_axis,
+    farthest,
+    label,
+)
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import checked
 from pipesim.utils.texts import byte_unit, time_unit
 
 if TYPE_CHECKING:
@@ -63,7 +72,15 @@ class Allocated:
     devices: tuple[str, ...]
     most_active: Mapping[str, int] = field(default_factory=dict)
 
-    def plot(self, predicted: Timeline | None = None, *, ax: Axes | None = None) -> Axes:
+    @checked
+    def plot(
+        self,
+        predicted: Timeline | None = None,
+        *,
+        ax: Axes | None = None,
+        legend: bool | LegendPlace = True,
+        height: Inches | None = None,
+    ) -> Axes:
         """Draw the bytes of each GPU over time, and the predicted bytes as dashed lines.
 
         Parameters
@@ -72,12 +89,15 @@ class Allocated:
             A simulated timeline with costs.
         ax
             Axes to draw into; new ones by default.
+        legend, height
+            As for `pipesim.plot.timeline`.
         """
         prediction = self.frame.iloc[:0] if predicted is None else self._by_gpu(predicted)
         last = max([self.timeline.makespan, *prediction["time"]])
-        ax = axes_or_new(ax, 6)
+        ax = axes_or_new(ax, 6, height)
         sign, scale = time_unit(last)
-        size_sign, size = byte_unit(float(max([1, *self.frame["nbytes"], *prediction["nbytes"]])))
+        most = float(max([1, *self.frame["nbytes"], *prediction["nbytes"]]))
+        size_sign, size = byte_unit(most)
         for kind, frame, style in (("measured", self.frame, "-"), ("predicted", prediction, "--")):
             for number, gpu in enumerate(dict.fromkeys(frame["gpu"])):
                 rows = frame[frame["gpu"] == gpu]
@@ -85,15 +105,16 @@ class Allocated:
                     np.append(rows["time"], last) * scale,
                     np.append(rows["nbytes"], rows["nbytes"].iloc[-1]) / size,
                     where="post",
+                    marker="",
                     linestyle=style,
                     color=f"C{number}",
                     label=f"{gpu}, {kind}",
                 )
                 line.set_gid(f"{kind}:{gpu}")
-        ax.set_xlim(0, max(last, end_of_axis(self.timeline)) * scale)
-        ax.set_ylim(bottom=0)
+        ax.set_xlim(0, farthest(ax, max(last, end_of_axis(self.timeline)) * scale))
+        ax.set_ylim(0, farthest(ax, 1.05 * most / size, "y"))
         label(ax, f"Time ({sign})", f"Memory held ({size_sign})")
-        add_legend(ax, *ax.get_legend_handles_labels())
+        add_legend(ax, *ax.get_legend_handles_labels(), legend)
         return ax
 
     def _by_gpu(self, predicted: Timeline) -> pd.DataFrame:

@@ -20,7 +20,10 @@ from pipeexec.run_directory import (
 )
 from pipesim.costs.costs import Costs
 from pipesim.errors import RunDirectoryError, number
+from pipesim.ops import Op
+from pipesim.plot.figure_style import Inches, current_style
 from pipesim.plot.paper_figure import (
+    LegendPlace,
     add_legend,
     axes_or_new,
     figure_with_axes,
@@ -28,6 +31,7 @@ from pipesim.plot.paper_figure import (
     save,
     set_title,
 )
+from pipesim.utils.checks import checked
 from pipesim.utils.files import check_path
 from pipesim.utils.texts import time_unit
 
@@ -85,20 +89,29 @@ class Profile:
     host_share: float = math.nan
     launch_share: float = math.nan
 
-    def plot(self, *, ax: Axes | None = None) -> Axes:
+    @checked
+    def plot(
+        self,
+        *,
+        ax: Axes | None = None,
+        legend: bool | LegendPlace = True,
+        height: Inches | None = None,
+    ) -> Axes:
         """Draw the seconds of messages by size, idle and loaded, with their fits.
 
         Parameters
         ----------
         ax
             Axes to draw into; new ones by default.
+        legend, height
+            As for `pipesim.plot.timeline`.
 
         Returns
         -------
         matplotlib.axes.Axes
             The axes; sizes in bytes and times in a fitting unit, both logarithmic.
         """
-        return plot_transfers(self.transfers, ax=ax)
+        return plot_transfers(self.transfers, ax=ax, legend=legend, height=height)
 
     def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
         """Write a complete run directory, or nothing.
@@ -160,9 +173,9 @@ _SHARES = ("host_share", "launch_share")
 #: Number of leading columns that index each file.
 _INDEX = {TABLE: 2, TRANSFERS: 0, FITS: 3}
 #: Colour, marker and dashes of each state; the two colours of the palette differ in lightness.
-_STYLES: Mapping[str, tuple[str, str, Any]] = {
-    "idle": ("#74B9E7", "o", (0, (4, 1.5))),
-    "loaded": ("#C8560A", "s", "-"),
+_STYLES: Mapping[str, tuple[Op, str, Any]] = {
+    "idle": (Op.F, "o", (0, (4, 1.5))),
+    "loaded": (Op.SEND_B, "s", "-"),
 }
 #: Marker and dashes of each of a few pairs of devices.
 _PAIRS: tuple[tuple[str, Any], ...] = (
@@ -224,7 +237,13 @@ def read_shares(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: share for name, share in shares.items() if share is not None}
 
 
-def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def plot_transfers(
+    transfers: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    legend: bool | LegendPlace = True,
+    height: float | None = None,
+) -> Axes:
     """Draw the seconds of messages by their bytes, both axes logarithmic.
 
     Markers are measurements, between idle devices and between loaded ones. Lines are the fits,
@@ -233,7 +252,7 @@ def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    ax = axes_or_new(ax, 8)
+    ax = axes_or_new(ax, 8, height)
     seconds = transfers[list(STATES)].to_numpy(np.float64)
     unit, scale = time_unit(float(seconds.min(initial=1.0)))
     ax.set_xscale("log", base=2)
@@ -244,7 +263,8 @@ def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     n_pairs = len(by_pair(transfers))
     entries: dict[str, Any] = {}
     for state in STATES:
-        colour, marker, dashes = _STYLES[state]
+        op, marker, dashes = _STYLES[state]
+        colour = current_style().palette[op]
         for position, (pair, rows) in enumerate(by_pair(transfers).items()):
             name = f"{state}, and fit"
             if 1 < n_pairs <= len(_PAIRS):
@@ -258,15 +278,15 @@ def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             dense = np.geomspace(nbytes.min(), nbytes.max(), 100)  # lines are curves on these axes
             (line,) = ax.plot(
                 dense, np.interp(dense, nbytes, fitted) * scale, color=colour, linestyle=dashes,
-                linewidth=1.0,
+                linewidth=1.0, marker="",
             )  # fmt: skip
             line.set_gid(f"{state}:fit")
             entries.setdefault(name, (points, line))
     label(ax, "Message (bytes)", f"From sender to consumer ({unit})")
     ax.xaxis.set_major_formatter(lambda value, _: _size(value))
-    height = add_legend(ax, [*entries.values()], [*entries])
+    above = add_legend(ax, [*entries.values()], [*entries], legend)
     pairs = "one pair of devices" if n_pairs == 1 else f"{n_pairs} pairs of devices"
-    set_title(ax, "Messages by size", pairs, height)
+    set_title(ax, "Messages by size", pairs, above)
     return ax
 
 

@@ -12,9 +12,12 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from pipesim.errors import ArgumentError, RunDirectoryError, check_text
+from pipesim.errors import ArgumentError, RunDirectoryError
 from pipesim.ops import Op
+from pipesim.plot.figure_style import Inches
+from pipesim.plot.paper_figure import LegendPlace
 from pipesim.timeline.timeline import Timeline
+from pipesim.utils.checks import checked
 from pipesim.utils.files import check_path, read_text, write_errors, write_text
 from pipesim.utils.texts import csv_rows, format_time, parse_float, significant
 
@@ -157,13 +160,23 @@ class TrainingRun:
         """
         self.stop_requested = True
 
-    def plot(self, *, ax: Axes | None = None, title: str | None = None) -> Axes:
+    @checked
+    def plot(
+        self,
+        *,
+        ax: Axes | None = None,
+        legend: bool | LegendPlace = True,
+        height: Inches | None = None,
+        title: str | None = None,
+    ) -> Axes:
         """Draw the losses of steps and evaluations.
 
         Parameters
         ----------
         ax
-            Axes to draw into; new ones, two columns wide, by default.
+            Axes to draw into; new ones by default.
+        legend, height
+            As for `pipesim.plot.timeline`.
         title
             Title of the axes; none by default.
 
@@ -174,30 +187,29 @@ class TrainingRun:
         """
         from pipesim.plot.figure_style import current_style
         from pipesim.plot.palette import INK
-        from pipesim.plot.paper_figure import add_legend, axes_or_new, figure, label, set_title
+        from pipesim.plot.paper_figure import add_legend, axes_or_new, label, set_title
 
-        if title is not None:
-            check_text("title", title)
         log, evaluations = self.table, self.evaluations
         if not len(log):
             raise ArgumentError("the training has no steps yet; train at least one, then plot")
-        ax = figure(2, height=2.6)[1] if ax is None else axes_or_new(ax, 4)
+        ax = axes_or_new(ax, height=height, usual_height=2.6)
         palette = current_style().palette
         steps, losses = log["step"].to_numpy(), log["loss"].to_numpy(dtype=float)
-        (pale,) = ax.plot(steps, losses, color=palette[Op.F], linewidth=0.6, zorder=2)
+        (pale,) = ax.plot(steps, losses, "-", color=palette[Op.F], linewidth=0.6, marker="",
+                          zorder=2)  # fmt: skip
         pale.set_gid("training:loss")
         handles, names = [pale], ["loss of a step"]
         window = len(losses) // 50
         if window > 1:
             mean = log["loss"].rolling(window, min_periods=1).mean().to_numpy(dtype=float)
-            (line,) = ax.plot(steps, mean, color=INK, linewidth=1.0, zorder=3)
+            (line,) = ax.plot(steps, mean, "-", color=INK, linewidth=1.0, marker="", zorder=3)
             line.set_gid("training:mean")
             handles.append(line)
             names.append(f"mean of {window} steps")
         if len(evaluations):
             (points,) = ax.plot(
-                evaluations["step"], evaluations["loss"], color=palette[Op.SEND_B], linewidth=0.8,
-                marker="o", markersize=3.0, zorder=4,
+                evaluations["step"], evaluations["loss"], "-", color=palette[Op.SEND_B],
+                linewidth=0.8, marker="o", markersize=3.0, zorder=4,
             )  # fmt: skip
             points.set_gid("training:evaluation")
             handles.append(points)
@@ -209,9 +221,9 @@ class TrainingRun:
             margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
             ax.set_ylim(low - margin, high + margin)
         label(ax, "Step", "Loss")
-        height = add_legend(ax, handles, names)
+        above = add_legend(ax, handles, names, legend)
         if title:
-            set_title(ax, title, height=height)
+            set_title(ax, title, height=above)
         return ax
 
     def summary(self) -> str:

@@ -69,6 +69,8 @@ from pipesim.framework.framework import Framework, as_framework
 from pipesim.models.gpu import FITTED, GPU, as_gpu, fitted_preset, gpu_table, has_gpu_table
 from pipesim.network.network import Network
 from pipesim.network.sources import MACHINES
+from pipesim.plot.figure_style import Inches
+from pipesim.plot.paper_figure import LegendPlace
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.files import check_path, write_text
 from pipesim.utils.texts import CHECKSUM, checksum
@@ -166,7 +168,14 @@ class Calibration:
         steps = step_predictions(measured_steps(rows, need_seconds=False))
         return np.array(predicted_seconds(steps, self.gpu, self.network))
 
-    def plot(self, *, ax: Axes | None = None, left_out: bool = True) -> Axes:
+    def plot(
+        self,
+        *,
+        ax: Axes | None = None,
+        left_out: bool = True,
+        legend: bool | LegendPlace = True,
+        height: Inches | None = None,
+    ) -> Axes:
         """Draw measured over predicted seconds; see `pipesim.plot.accuracy`.
 
         The title names the GPU, and whether each step was left out of the fit that predicts it.
@@ -177,6 +186,8 @@ class Calibration:
             Axes to draw into. New axes by default.
         left_out
             Whether each prediction is of the fit without this step.
+        legend, height
+            As for `pipesim.plot.accuracy`.
 
         Returns
         -------
@@ -188,7 +199,7 @@ class Calibration:
         column = "predicted_left_out" if left_out else "predicted"
         title = f"{self.gpu.name or 'GPU'}, {'left-out' if left_out else 'fitted'} steps"
         measured, predicted = self.rows["measured"].tolist(), self.rows[column].tolist()
-        return accuracy(measured, predicted, ax=ax, title=title)
+        return accuracy(measured, predicted, ax=ax, legend=legend, height=height, title=title)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: ``gpu``, factors of the network, ``constants``, ``errors``.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.costs.costs import Costs
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, check_flag
 from pipesim.graph.graph import TaskGraph
 from pipesim.models.transformer import Transformer
 from pipesim.planning.choice import Evaluation, PlanChoice
@@ -326,7 +326,7 @@ class Plans:
         """
         return named_choice(self.problem, settings)
 
-    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
+    def plot(self, *, ax: Axes | None = None, labels: bool = True, **options: Any) -> Axes:
         """Draw memory over time of all ranked configurations.
 
         The front is labelled with parallel sizes, chunks and recompute, and with further settings
@@ -336,8 +336,11 @@ class Plans:
         ----------
         ax
             Axes to draw into; new ones by default.
+        labels
+            Whether to label configurations of the front.
         **options
-            ``unit``, ``title`` and ``memory_limit`` (bytes) of `pipesim.plot.charts`.
+            ``legend``, ``height``, ``unit``, ``title`` and ``memory_limit`` (bytes) of
+            `pipesim.plot.plan_front`.
 
         Returns
         -------
@@ -354,7 +357,8 @@ class Plans:
         limit = self.problem.memory_limit
         least = self.problem.cluster.memory if limit is None else limit
         options = {"memory_limit": least} | options
-        return plan_front(table, list(names), names, ax=ax, **options)
+        names = names if check_flag("labels", labels) else {}
+        return plan_front(table, ranks, names, ax=ax, **options)
 
     def explain(
         self, first: int | Plan | PlanChoice = 0, second: int | Plan | PlanChoice = 1

@@ -16,20 +16,21 @@ from matplotlib.path import Path
 
 from pipesim.graph.autograd_graph import AutogradGraph
 from pipesim.plot.autograd_layout import CUT, HEIGHT, WIDTH, AutogradLayout
-from pipesim.plot.figure_style import text_points
+from pipesim.plot.figure_style import device_colours, text_points, unfinished_colour
 from pipesim.plot.fitting_labels import NodeTexts
-from pipesim.plot.palette import INK, UNFINISHED, device_colours, text_colours
+from pipesim.plot.graph_figure import recompute_hatch
+from pipesim.plot.palette import INK, text_colours
 from pipesim.plot.paper_figure import LegendPlace, add_legend, set_title
 
 #: Nodes of torchgpipe that compute nothing: they copy, wait, or order others.
 PALE = frozenset({"Copy", "Wait", "Fork", "Join"})
-#: Of edges, and of those through phony tensors: colour, line style, width (points).
-STYLES: dict[bool, tuple[str, Any, float]] = {
-    False: ("#6A6A6A", "-", 0.7),
-    True: (UNFINISHED, (0, (2.5, 1.5)), 0.9),
-}
 #: Size of an arrow's head (points).
 HEAD = 5.0
+
+
+def edge_style(is_phony: bool) -> tuple[str, Any, float]:
+    """Return colour, line style and width (points) of an edge."""
+    return (unfinished_colour(), (0, (2.5, 1.5)), 0.9) if is_phony else ("#6A6A6A", "-", 0.7)
 
 
 def draw(
@@ -58,7 +59,7 @@ def draw(
 
 def _draw_arrows(ax: Axes, layout: AutogradLayout) -> None:
     for arrow in layout.arrows:
-        colour, style, width = STYLES[arrow.is_phony]
+        colour, style, width = edge_style(arrow.is_phony)
         patch = FancyArrowPatch(
             path=Path(list(arrow.points)), arrowstyle="-|>" if arrow.has_head else "-",
             mutation_scale=HEAD, shrinkA=0, shrinkB=0, color=colour, linestyle=style,
@@ -89,7 +90,8 @@ def _draw_boxes(ax: Axes, graph: AutogradGraph, layout: AutogradLayout) -> dict[
         size: Any = (box.x - WIDTH / 2, box.y - box.height / 2), WIDTH, box.height
         if box.is_recompute:  # the colour of a hatch is that of the outline
             with mpl.rc_context({"hatch.linewidth": 0.4}):
-                hatched = Rectangle(*size, fc=fill, ec="white", lw=0, hatch="////", zorder=2)
+                hatched = Rectangle(*size, fc=fill, ec="white", lw=0, hatch=recompute_hatch(),
+                                    zorder=2)  # fmt: skip
             ax.add_patch(hatched)
             fill = "none"
         ax.add_patch(Rectangle(*size, fc=fill, ec=colour if is_pale else INK, zorder=2.1,
@@ -112,8 +114,8 @@ def _draw_boxes(ax: Axes, graph: AutogradGraph, layout: AutogradLayout) -> dict[
         f"partition {j}": Patch(fc=table[j], ec=INK, lw=0.5) for j in partitions
     }
     if any(box.is_recompute for box in layout.boxes):
-        handles["recompute"] = Patch(fc="#DDDDDD", ec="white", hatch="////", lw=0)
+        handles["recompute"] = Patch(fc="#DDDDDD", ec="white", hatch=recompute_hatch(), lw=0)
     if any(arrow.is_phony for arrow in layout.arrows):
-        colour, style, width = STYLES[True]
+        colour, style, width = edge_style(True)
         handles["from fork to join"] = Line2D([], [], color=colour, ls=style, lw=width)
     return handles

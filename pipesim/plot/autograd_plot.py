@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pipesim.errors import ArgumentError, check_text, check_type
 from pipesim.graph.autograd_graph import AutogradGraph
 from pipesim.plot.autograd_layout import CUT, HEIGHT, WIDTH, AutogradLayout, lay_out
+from pipesim.plot.figure_style import Inches
 from pipesim.plot.html_tables import figure_html, note_html, table_html
 from pipesim.plot.page.save import page_path
 from pipesim.plot.paper_figure import LegendPlace, axes_or_new, figure_with_axes
@@ -36,6 +37,7 @@ def autograd_graph(
     *,
     ax: Axes | None = None,
     legend: bool | LegendPlace = True,
+    height: Inches | None = None,
     title: str | None = None,
 ) -> Axes:
     """Draw an autograd graph: a lane a micro-batch, partitions by colour.
@@ -60,7 +62,7 @@ def autograd_graph(
         A graph with at most 300 nodes, as `pipeexec.autograd_graph` returns.
     ax
         Axes to draw into; its limits are set. By default new ones, as large as their content needs.
-    legend, title
+    legend, height, title
         As for `pipesim.plot.timeline`.
 
     Warns
@@ -80,10 +82,10 @@ def autograd_graph(
     from pipesim.plot.autograd_figure import draw
 
     if ax is not None:
-        return draw(axes_or_new(ax, 1), graph, _laid_out(graph), legend, title)
+        return draw(axes_or_new(ax, 1, height), graph, _laid_out(graph), legend, title)
     from pipesim.utils.packages import pyplot as plt
 
-    return _draw_new(graph, plt.figure, legend, title)
+    return _draw_new(graph, plt.figure, legend, title, height)
 
 
 def autograd_graph_html(graph: AutogradGraph) -> str:
@@ -157,7 +159,11 @@ def autograd_graph_to_html(
 
 
 def _draw_new(
-    graph: AutogradGraph, make: Callable[..., Figure], legend: bool | LegendPlace, title: str | None
+    graph: AutogradGraph,
+    make: Callable[..., Figure],
+    legend: bool | LegendPlace,
+    title: str | None,
+    height: float | None = None,
 ) -> Axes:
     """Draw into axes of a figure that ``make`` makes, as large as the texts of the graph need."""
     from pipesim.plot.autograd_figure import draw
@@ -169,7 +175,8 @@ def _draw_new(
     column = (LETTER * TEXT * longest + PADDING) / WIDTH / 72
     row = layout.n_lines * (LINE * TEXT + PADDING) / HEIGHT / 72
     width = MARGINS[0] + column * (layout.n_columns + 0.5 * layout.is_folded)
-    _, ax = figure_with_axes(make, max(4.0, width), 1, MARGINS[1] + row * layout.n_rows)
+    height = height or MARGINS[1] + row * layout.n_rows
+    _, ax = figure_with_axes(make, max(4.0, width), 1, height)
     return draw(ax, graph, layout, legend, title)
 
 

@@ -16,15 +16,16 @@ from pipesim.plot.figure_style import Inches, current_style, shown_name, text_po
 from pipesim.plot.palette import INK, rgb, text_colours
 from pipesim.plot.paper_figure import (
     GREY,
-    LETTER,
     LegendPlace,
     add_legend,
     axes_or_new,
     axes_size,
     end_of_axis,
+    farthest,
     label,
     set_device_rows,
     set_title,
+    text_width,
     thinned_ticks,
     titles_fit,
 )
@@ -77,20 +78,23 @@ def memory(
     from pipesim.utils.packages import matplotlib as mpl
 
     n_devices = timeline.n_devices
+    colour_map, shades = ("grey", 0.7) if current_style().grey else ("viridis", 0.85)
+    colours = mpl.colormaps[colour_map]
     for device in range(n_devices):
         rows = held[held["device"] == device]
         (line,) = ax.step(
             np.append(rows["time"], timeline.makespan) * scale,
             np.append(rows["nbytes"], rows["nbytes"].iloc[-1]) / size,
             where="post",
-            color=mpl.colormaps["viridis"](0.85 * device / max(1, n_devices - 1)),
+            color=colours(shades * device / max(1, n_devices - 1)),
             linestyle=_DASHES[device % len(_DASHES)] if n_devices <= FEW else "-",
+            marker="",
             linewidth=1.4 if n_devices <= FEW else 0.8,
             label=f"device {device}" if device in thinned_ticks(n_devices, FEW) else "_",
         )
         line.set_gid(f"memory:{device}")
-    ax.set_xlim(0, end_of_axis(timeline) * scale)
-    ax.set_ylim(bottom=0)
+    ax.set_xlim(0, farthest(ax, end_of_axis(timeline) * scale))
+    ax.set_ylim(0, farthest(ax, 1.05 * float(held["nbytes"].max()) / size or 1.0, "y"))
     if not held["nbytes"].any():
         ax.text(0.5, 0.5, "no bytes in the costs", transform=ax.transAxes, ha="center",
                 va="center", fontsize=text_points("axes.labelsize"))  # fmt: skip
@@ -110,12 +114,15 @@ _BAR_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
+@checked
 def bars(
     table: pd.DataFrame,
     *,
     ax: Axes | None = None,
     column: str = "makespan",
-    height: float | None = None,
+    numbers: bool = True,
+    height: Inches | None = None,
+    title: str | None = None,
 ) -> Axes:
     """Draw a column of the table of `pipesim.compare`: a bar a schedule, the first on top.
 
@@ -128,15 +135,19 @@ def bars(
     column
         ``"makespan"``, ``"relative"``, ``"bubble_fraction"``, ``"throughput"`` or
         ``"peak_memory"``. An unknown value has no bar and is marked ``n/a``.
+    numbers
+        Whether to write its value beside each bar; if not, the axis has values.
     height
         As for `pipesim.plot.timeline`.
+    title
+        By default that of the column.
 
     Returns
     -------
     matplotlib.axes.Axes
         Axes with the plot.
     """
-    title, format_value = _BAR_COLUMNS[check_name("column", column, _BAR_COLUMNS)]
+    usual_title, format_value = _BAR_COLUMNS[check_name("column", column, _BAR_COLUMNS)]
     if column not in getattr(table, "columns", ()) or not len(table):
         raise ArgumentError(
             f"bars takes a table from pipesim.compare with a column {column!r} and at least one "
@@ -150,27 +161,46 @@ def bars(
     has_ends = column == "makespan" and "high" in table
     if has_ends:
         ends = table[["low", "high"]].to_numpy(float, na_value=np.nan).T
-        ax.plot(ends, np.stack([rows, rows]), color=INK, linewidth=0.6, marker="|",
+        ax.plot(ends, np.stack([rows, rows]), color=INK, linestyle="-", linewidth=0.6, marker="|",
                 gid="bars:interval")  # fmt: skip
         longest = np.fmax(longest, ends[1])
     for row, value in enumerate(values.tolist()):
-        ax.annotate(
-            "n/a" if np.isnan(value) else format_value(value), (longest[row], row), (3, 0),
-            textcoords="offset points", va="center", fontsize=text_points(),
-        )  # fmt: skip
-    ax.set_xlim(0, 1.2 * longest.max() if (values > 0).any() else 1.2)
+        if numbers or np.isnan(value):
+            ax.annotate(
+                "n/a" if np.isnan(value) else format_value(value), (longest[row], row), (3, 0),
+                textcoords="offset points", va="center", fontsize=text_points(),
+            )  # fmt: skip
+    most = float(longest.max()) if (values > 0).any() else 1.0
+    ax.set_xlim(0, most * (1.2 if numbers else 1.02))
     ax.set_ylim(len(values) - 0.5, -0.5)
-    label(ax, "", "")
+    sign, scale = _bar_unit(column, most)
+    label(ax, "" if numbers else sign, "")
     ax.set_yticks(
         rows,
         [shown_name(str(name)) for name in table.index],
         fontsize=text_points("axes.labelsize"),
     )
-    ax.set_xticks([])
+    from matplotlib.ticker import MaxNLocator
+
+    places = MaxNLocator(5).tick_values(0, most * scale)
+    ticks = [tick for tick in places if tick <= 1.02 * most * scale and not numbers]
+    ax.set_xticks([tick / scale for tick in ticks], [f"{tick:g}" for tick in ticks])
     ax.tick_params(axis="y", length=0)
-    ax.spines["bottom"].set_visible(False)
-    set_title(ax, title + ", and where 80 % of measured steps are" * has_ends)
+    ax.spines["bottom"].set_visible(not numbers)
+    if title is None:
+        title = usual_title + ", and where 80 % of measured steps are" * has_ends
+    set_title(ax, title)
     return ax
+
+
+def _bar_unit(column: str, most: float) -> tuple[str, float]:
+    """Return the unit of a column's axis, and how many of it a value of 1 is."""
+    if column == "makespan":
+        return time_unit(most)
+    if column == "peak_memory":
+        sign, size = byte_unit(most)
+        return sign, 1 / size
+    return ("%", 100.0) if column in ("bubble_fraction", "gap") else ("", 1.0)
 
 
 # Idle time: a bar a device, stacked by the cause of the waiting
@@ -242,11 +272,13 @@ def _draw_part(ax: Axes, cause: Cause, left: Floats, width: Floats) -> BarContai
     from pipesim.utils.packages import matplotlib as mpl
 
     op, hatch = LOOKS[cause]
-    colour = current_style().palette[op]
+    style = current_style()
+    colour = style.palette[op]
     (ink,) = text_colours(rgb([colour]))
     with mpl.rc_context({"hatch.linewidth": 0.6}):  # read once, when a bar is made
         drawn = ax.barh(np.arange(len(left)), width, 0.7, left, color=colour,
-                        edgecolor=(ink, HATCH_INK), linewidth=0.4, hatch=hatch)  # fmt: skip
+                        edgecolor=(ink, HATCH_INK), linewidth=0.4,
+                        hatch=hatch if any(style.hatches.values()) else None)  # fmt: skip
     for bar in drawn:
         bar.set_gid(f"idle:{CAUSES[cause]}")
     return drawn
@@ -264,13 +296,14 @@ _NARROW, _WIDE = 8.0, 300.0
 _ACCURACY_HEIGHT = 3.2
 
 
+@checked
 def accuracy(
     measured: Sequence[float],
     predicted: Sequence[float],
     *,
     ax: Axes | None = None,
     legend: bool | LegendPlace = True,
-    height: float | None = None,
+    height: Inches | None = None,
     unit: str | None = None,
     title: str | None = None,
 ) -> Axes:
@@ -311,7 +344,7 @@ def accuracy(
         ends, ends / (1 + BAND), ends / (1 - BAND), color=palette[Op.R], linewidth=0, zorder=1
     )
     band.set_gid("accuracy:band")
-    (line,) = ax.plot(ends, ends, color=INK, linewidth=0.6, zorder=2)
+    (line,) = ax.plot(ends, ends, "-", color=INK, linewidth=0.6, marker="", zorder=2)
     line.set_gid("accuracy:equal")
     points = ax.scatter(
         guess * scale, true * scale, s=14, color=palette[Op.B], edgecolor=INK, linewidth=0.4,
@@ -371,6 +404,7 @@ _COLOURS = (Op.F, Op.B, Op.SEND_F, Op.W, Op.I, Op.REDUCE_GRAD, Op.SEND_B, Op.ALL
 _LABELS, _PLAN_HEIGHT = 6, 3.4
 
 
+@checked
 def plan_front(
     table: pd.DataFrame,
     front: Sequence[int],
@@ -379,7 +413,7 @@ def plan_front(
     memory_limit: Bytes | None = None,
     ax: Axes | None = None,
     legend: bool | LegendPlace = True,
-    height: float | None = None,
+    height: Inches | None = None,
     unit: str | None = None,
     title: str | None = None,
 ) -> Axes:
@@ -427,7 +461,8 @@ def plan_front(
     ax = axes_or_new(ax, height=height, usual_height=_PLAN_HEIGHT)
     handles = _draw_points(ax, points, ranks)
     best = points.loc[ranks]
-    (line,) = ax.plot(best["x"], best["y"], color=INK, linewidth=0.8, drawstyle="steps-post")
+    (line,) = ax.plot(best["x"], best["y"], "-", color=INK, linewidth=0.8, marker="",
+                      drawstyle="steps-post")  # fmt: skip
     line.set(gid="plan:front", zorder=2)
     ring = ax.scatter(best["x"][:1], best["y"][:1], s=70, facecolor="none", edgecolor=INK, zorder=5)
     ring.set(gid="plan:best", linewidth=1.0)
@@ -439,8 +474,8 @@ def plan_front(
     if "high" in best and best["high"].notna().iloc[0]:
         ends = best[["low", "high"]].iloc[0].to_numpy(float) * scale
         (handles["80 % of measured steps of the best"],) = ax.plot(
-            ends, np.full(2, best["y"].iloc[0]), color=INK, linewidth=0.6, marker="|", zorder=4,
-            gid="plan:interval",
+            ends, np.full(2, best["y"].iloc[0]), "-", color=INK, linewidth=0.6, marker="|",
+            zorder=4, gid="plan:interval",
         )  # fmt: skip
     above = add_legend(ax, list(handles.values()), list(handles), legend)
     _label_front(ax, best, names)
@@ -481,15 +516,6 @@ def _draw_limit(ax: Axes, height: float, text: str) -> None:
     )  # fmt: skip
 
 
-def _in_two_lines(text: str) -> str:
-    """Return a text with a line break after the comma that is nearest its middle, if any."""
-    commas = [k + 1 for k in range(len(text)) if text[k : k + 2] == ", "]
-    if not commas:
-        return text
-    middle = min(commas, key=lambda k: abs(2 * k - len(text)))
-    return f"{text[:middle]}\n{text[middle + 1 :]}"
-
-
 def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None:
     """Label points of the front below and to the left of each, where no configuration can be.
 
@@ -503,19 +529,21 @@ def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None
     x, y = best["x"].to_dict(), best["y"].to_dict()
     right = ax.get_xlim()[1]
     size = text_points()
-    texts = {rank: _in_two_lines(names[rank]) for rank in ranks}
-    longest = max(map(len, texts[ranks[0]].split("\n")))
-    room = (longest * size * LETTER + 2 * size) / width
-    share = min(room, 0.5)
-    ax.set_xlim((x[ranks[0]] - share * right) / (1 - share), right)
-    line = 2.7 * size / height * ax.get_ylim()[1]
+    texts = {rank: names[rank].replace(", ", ",\n") for rank in ranks}
+    lines = 1 + max(text.count("\n") for text in texts.values())
+    apart = (1.25 * lines + 0.2) * size / height * ax.get_ylim()[1]
     kept = [ranks[0]]
     while len(kept) < _LABELS:
         distance = {rank: min(abs(y[rank] - y[other]) for other in kept) for rank in ranks}
-        farthest = max(ranks, key=lambda rank: distance[rank])
-        if distance[farthest] < line:
+        farthest_rank = max(ranks, key=lambda rank: distance[rank])
+        if distance[farthest_rank] < apart:
             break
-        kept.append(farthest)
+        kept.append(farthest_rank)
+    left = ax.get_xlim()[0]
+    for rank in kept:  # room for each label on the left of its point
+        share = min((text_width(texts[rank], size) + 1.5 * size) / width, 0.5)
+        left = min(left, (x[rank] - share * right) / (1 - share))
+    ax.set_xlim(left, right)
     for rank in kept:
         ax.annotate(
             texts[rank], (x[rank], y[rank]), xytext=(-5, -4), textcoords="offset points",

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_type
-from pipesim.plot.figure_style import Inches, current_style, text_points
-from pipesim.plot.palette import INK, Floats, device_colours, text_colours
+from pipesim.plot.figure_style import Inches, current_style, device_colours, text_points
+from pipesim.plot.palette import INK, Floats, text_colours
 from pipesim.plot.paper_figure import (
-    LETTER,
     axes_or_new,
     axes_size,
     label,
     set_title,
+    text_width,
     thinned_ticks,
 )
 from pipesim.utils.checks import checked
@@ -297,7 +297,7 @@ def _draw_counts(ax: Axes, columns: dict[str, Ints], n_ranks: int) -> None:
         for k, between in ((0, "\n"), (1, " "))
     )
     width, height = axes_size(ax)
-    widest = text_points() * LETTER * max(len(text) - 1 for text in received) + 4.0
+    widest = max(text_width(text, text_points()) for text in received) + 4.0
     for axis, names, limit in (
         (ax.xaxis, received, width / widest),
         (ax.yaxis, senders, height / 9),

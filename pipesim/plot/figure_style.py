@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Annotated, Any, Literal
 
+import numpy as np
+
 from pipesim.errors import (
     ArgumentError,
     UnknownNameError,
@@ -23,7 +25,17 @@ from pipesim.errors import (
     wrong_type,
 )
 from pipesim.ops import Op
-from pipesim.plot.palette import GREY_HATCHES, GREYS, HATCHES, LABELS, PALETTE
+from pipesim.plot.palette import (
+    DEVICES,
+    GREY_HATCHES,
+    GREYS,
+    HATCHES,
+    LABELS,
+    PALETTE,
+    UNFINISHED,
+    Floats,
+    rgb,
+)
 from pipesim.scheduling.registry import schedule_labels
 from pipesim.utils.checks import Positive, Range, checked
 
@@ -49,7 +61,8 @@ _PRESETS: Mapping[str, tuple[tuple[float, float], float, tuple[str, ...]]] = {
     "acm": ((3.33, 7.0), 8.0, _LIBERTINE),
     # neurips.sty: one column, textwidth 5.5 inches; Times of 10 points, captions too.
     "neurips": ((5.5, 5.5), 9.0, _TIMES),
-    # research-figure-guide.nature.com: 89 and 183 mm; 5 to 7 points; Helvetica or Arial.
+    # research-figure-guide.nature.com: 89 and 183 mm; 5 to 7 points; Helvetica or Arial; solid
+    # colours in place of patterns.
     "nature": ((89 * _MM, 183 * _MM), 7.0, _HELVETICA),
 }
 #: Colour (by operation), dashes and marker of successive lines. Each alone tells lines apart.
@@ -91,6 +104,8 @@ class Style:
         Names of operations in legends.
     schedules
         Names of schedules in titles, labels and legends, where these differ from their papers'.
+    grey
+        Whether devices and warnings have greys, too.
     """
 
     widths: tuple[float, float] = (ONE_COLUMN, TWO_COLUMNS)
@@ -102,6 +117,7 @@ class Style:
     hatches: Mapping[Op, str] = field(default_factory=lambda: HATCHES)
     operations: Mapping[Op, str] = field(default_factory=lambda: LABELS)
     schedules: Mapping[str, str] = field(default_factory=dict)
+    grey: bool = False
     _entered: list[ExitStack] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def width(self, columns: int | None, usual: int = 2) -> float:
@@ -202,6 +218,19 @@ def current_style() -> Style:
     return _CURRENT.get()
 
 
+def unfinished_colour() -> str:
+    """Return the colour of outlines of tasks that never ended, and of phony edges."""
+    return "#3A3A3A" if current_style().grey else UNFINISHED
+
+
+def device_colours(n_devices: int) -> Floats:
+    """Return red, green, blue (0..1) of each device: eight colours, repeated, or as many greys."""
+    if current_style().grey:
+        return np.repeat(np.linspace(0.93, 0.55, n_devices)[:, None], 3, axis=1)
+    colours: Floats = rgb(DEVICES[k % len(DEVICES)] for k in range(n_devices))
+    return colours
+
+
 @checked
 def style(
     publisher: Publisher | None = None,
@@ -246,7 +275,8 @@ def style(
     schedules
         Names of schedules in figures: ``{"zb_h1": "ours"}``. Others have those of their papers.
     grey
-        Whether operations have greys and hatches, for print without colour.
+        Whether all is grey, for print without colour: operations differ in lightness and hatches.
+        Nature's figures have no hatches; there R, F, I, W, B and the bubble differ in lightness.
 
     Returns
     -------
@@ -285,12 +315,13 @@ def style(
             **_by_operation("palette", palette, _colour),
         },
         hatches={
-            **(GREY_HATCHES if grey else HATCHES),
+            **({} if publisher == "nature" else GREY_HATCHES if grey else HATCHES),
             **_by_operation("hatches", hatches, _hatch),
         },
         operations={**LABELS, **_by_operation("operations", operations, check_text)},
         schedules={name: check_text(f"schedules[{name!r}]", label)
                    for name, label in (schedules or {}).items()},
+        grey=grey,
     )  # fmt: skip
     chosen.width(columns)
     return chosen

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, TRANSFERS, Op, part_name
 from pipesim.plot.dependency_plot import CODES, NUMBERED_CODES, Arrow, GraphLayout
-from pipesim.plot.figure_style import text_points
+from pipesim.plot.figure_style import current_style, device_colours, text_points
 from pipesim.plot.fitting_labels import NodeTexts
-from pipesim.plot.palette import INK, device_colours, text_colours
+from pipesim.plot.palette import INK, text_colours
 
 Floats = NDArray[np.float64]
 
@@ -31,11 +31,8 @@ _STYLES: dict[str, tuple[str, Any, float, float]] = {
     "data": ("#7A7A7A", "-", 0.6, 1.2),
     "order": ("#7A7A7A", (0, (2.5, 1.8)), 0.7, 1.1),
 }
-#: Names in the legend of operations whose nodes have a number.
-_NUMBERED_NAMES = {
-    Op.REDUCE_GRAD: "REDUCE_GRAD of a bucket",
-    Op.REDUCE_TIED: "REDUCE_TIED of a group",
-}
+#: What the numbers of operations whose nodes have one are, in the legend.
+_NUMBERED = {Op.REDUCE_GRAD: "bucket", Op.REDUCE_TIED: "group"}
 #: Size of an arrow's head (points).
 HEAD = 4.5
 #: Distance of the nearest and the farthest arrow along a row from its middle (rows).
@@ -52,7 +49,8 @@ def draw_nodes(ax: Axes, graph: TaskGraph, layout: GraphLayout) -> None:
     x, y, dx, dy = layout.x, layout.y, layout.width / 2, layout.height / 2
     box = ((x - dx, y - dy), (x + dx, y - dy), (x + dx, y + dy), (x - dx, y + dy))
     corners: Any = np.stack([np.stack(corner, axis=-1) for corner in box], axis=1)
-    for name, mask, hatch in (("nodes", ~recompute, None), ("nodes:recompute", recompute, "////")):
+    pattern = recompute_hatch()
+    for name, mask, hatch in (("nodes", ~recompute, None), ("nodes:recompute", recompute, pattern)):
         if not mask.any():
             continue
         with mpl.rc_context({"hatch.linewidth": 0.4}):
@@ -74,6 +72,11 @@ def draw_nodes(ax: Axes, graph: TaskGraph, layout: GraphLayout) -> None:
                           text_colours(colours[nodes]), codes)  # fmt: skip
         texts.set_gid(name)
         ax.add_artist(texts)
+
+
+def recompute_hatch() -> str | None:
+    """Return the hatch of recomputes in graphs, if those of the style have one."""
+    return "////" if current_style().hatches.get(Op.R) else None
 
 
 def draw_arrows(ax: Axes, graph: TaskGraph, layout: GraphLayout, *, labels: bool) -> None:
@@ -165,19 +168,22 @@ def legend_handles(graph: TaskGraph, layout: GraphLayout, labels: bool) -> dict[
     """Return a legend's handles by their labels."""
     handles: dict[str, Any] = {}
     ops, parts = graph.op[layout.tasks], graph.part[layout.tasks]
+    labels_of_ops = current_style().operations
     if (ops == Op.R).any():
-        handles["recompute"] = Patch(fc="#DDDDDD", ec="white", hatch="////", lw=0)
+        handles[labels_of_ops[Op.R]] = Patch(fc="#DDDDDD", ec="white", hatch=recompute_hatch(),
+                                             lw=0)  # fmt: skip
     if (graph.is_op(TRANSFERS)[layout.tasks]).any():
         handles["> sends, < receives"] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
     shown = set(zip(ops.tolist(), parts.tolist(), strict=True))
     for (op, part), code in CODES.items():
         if op not in TRANSFERS and (op, part) in shown:
-            name = op.name if part < 0 else f"{op.name}.{part_name(op, part)}"
+            name = labels_of_ops[op] + ("" if part < 0 else f": {part_name(op, part)}")
             colour = "#DDDDDD" if op in COMPUTE else "#F0F0F0"
             handles[f"{code} {name}"] = Patch(fc=colour, ec=INK, lw=0.5)
-    for op, name in _NUMBERED_NAMES.items():
+    for op, number in _NUMBERED.items():
         if any(own == op and part >= 0 for own, part in shown):
-            handles[f"{NUMBERED_CODES[op]} {name}"] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
+            name = f"{NUMBERED_CODES[op]} {labels_of_ops[op]} of a {number}"
+            handles[name] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
     names = {
         "message": "message, with its micro-batch" if labels else "message",
         "data": "data on one device",

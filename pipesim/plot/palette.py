@@ -54,13 +54,13 @@ DEVICES = (
 )
 #: Hatch of operations that have one. R is the same work as F, done again.
 HATCHES: Mapping[Op, str] = {Op.R: "//////"}
-#: Greys of operations, for print without colour. F, B, I, W and the bubble differ as in `PALETTE`.
+#: Greys of operations, for print without colour: bubble, R, F, I, W, B are six steps of contrast.
 GREYS: Mapping[Op, str] = {
-    Op.F: "#CCCCCC",
-    Op.B: "#747474",
-    Op.I: "#ACACAC",
-    Op.W: "#8F8F8F",
-    Op.R: "#CCCCCC",
+    Op.R: "#CFCFCF",
+    Op.F: "#B4B4B4",
+    Op.I: "#9B9B9B",
+    Op.W: "#848484",
+    Op.B: "#6F6F6F",
     Op.SEND_F: "#9A9A9A",
     Op.RECV_F: "#CDCDCD",
     Op.SEND_B: "#555555",
@@ -170,12 +170,6 @@ def shades(
     table = rgb(palette[operation] for operation in Op)
     strength = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
     colours: Floats = 1 - strength * (1 - table[op])
-    return colours
-
-
-def device_colours(n_devices: int) -> Floats:
-    """Return red, green, blue (0..1) of each device; eight colours repeat."""
-    colours: Floats = rgb(DEVICES[k % len(DEVICES)] for k in range(n_devices))
     return colours
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 #: Height of a device's row, of the space around all rows, and the most that all rows get (inches).
 ROW, MARGIN, MAX_ROWS = 0.25, 0.75, 5.0
-#: Width of a letter relative to its size, and of a legend's entry without its letters (points).
-LETTER, HANDLE = 0.56, 24.0
+#: Lengths in a legend relative to its size: of a handle, from it to its text, between columns.
+HANDLE, TO_TEXT, BETWEEN = 1.2, 0.5, 1.2
 #: Colour of notes.
 GREY = "#5A5A5A"
 _T = TypeVar("_T")
@@ -187,10 +187,23 @@ def label(ax: Axes, x: str, y: str) -> None:
     ax.spines[["left", "bottom"]].set_linewidth(0.6)
 
 
+def farthest(ax: Axes, end: float, axis: Literal["x", "y"] = "x") -> float:
+    """Return ``end``, or the farther end of axes that share this axis and have a drawing."""
+    siblings = getattr(ax, f"get_shared_{axis}_axes")().get_siblings(ax)
+    if any(other.has_data() for other in siblings if other is not ax):
+        return float(max(end, *getattr(ax, f"get_{axis}lim")()))
+    return end
+
+
 def set_device_rows(ax: Axes, n_devices: int, end: float, unit: str) -> None:
-    """Set both axes: time in ``unit`` from 0 to ``end``, a row a device, device 0 on top."""
-    ax.set_xlim(0.0, end)
-    ax.set_ylim(n_devices - 0.5, -0.5)
+    """Set both axes: time in ``unit`` from 0 to ``end``, a row a device, device 0 on top.
+
+    Axes that share one with others are as long as the longest of them.
+    """
+    bottom = farthest(ax, n_devices - 0.5, "y")
+    ax.set_xlim(0.0, farthest(ax, end))
+    ax.set_ylim(bottom, -0.5)
+    n_devices = round(bottom + 0.5)
     from matplotlib.ticker import MaxNLocator
 
     from pipesim.plot.fitting_labels import DeviceTicks
@@ -218,12 +231,30 @@ def thinned_ticks(count: int, limit: int) -> list[int]:
     return list(range(0, count, step))
 
 
-def _legend_columns(labels: list[str], size: float, width: float) -> int:
-    """Return the columns of a legend of texts of a size, at most ``width`` wide (points)."""
-    widths = [len(text) * size * LETTER + HANDLE for text in labels]
-    columns = len(labels) if sum(widths) <= width else max(1, int(width // max(widths)))
-    # Lines as even as their number allows.
-    return math.ceil(len(labels) / math.ceil(len(labels) / columns))
+def text_width(text: str, size: float) -> float:
+    """Return the width of a text of a size in today's font (points)."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=size)
+    return max(
+        float(text_to_path.get_text_width_height_descent(line, font, ismath=False)[0])
+        for line in text.split("\n")
+    )
+
+
+def _legend_columns(labels: list[str], size: float, width: float, handle: float) -> int:
+    """Return the columns of a legend of few lines, at most ``width`` wide (points).
+
+    ``size`` is that of its texts, and ``handle`` the length of a handle relative to it.
+    """
+    widths = [text_width(text, size) + (handle + TO_TEXT + BETWEEN) * size for text in labels]
+    for n_lines in range(1, len(labels)):
+        columns = math.ceil(len(labels) / n_lines)
+        # matplotlib fills columns in this way.
+        if sum(part.max() for part in np.array_split(widths, columns)) - BETWEEN * size <= width:
+            return columns
+    return 1
 
 
 def add_legend(
@@ -245,10 +276,11 @@ def add_legend(
     if not is_figure and (engine := whole.get_layout_engine()) is not None:
         engine.execute(whole)  # sets the axes' width
     width = whole.get_figwidth() * 72 if is_figure else axes_size(where)[0]  # type: ignore[arg-type]
-    columns = 1 if place == "right" else _legend_columns(labels, size, width)
+    handle = changes.get("handlelength", HANDLE)
+    columns = 1 if place == "right" else _legend_columns(labels, size, width, handle)
     options: dict[str, Any] = {
-        "ncols": columns, "frameon": False, "fontsize": size, "handlelength": 1.2,
-        "handleheight": 1.0, "handletextpad": 0.5, "columnspacing": 1.2, "borderpad": 0.1,
+        "ncols": columns, "frameon": False, "fontsize": size, "handlelength": HANDLE,
+        "handleheight": 1.0, "handletextpad": TO_TEXT, "columnspacing": BETWEEN, "borderpad": 0.1,
         "labelspacing": 0.3,
     }  # fmt: skip
     if is_figure:
@@ -279,7 +311,7 @@ def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None
     ax.set_title(right, loc="right", fontsize=note, pad=pad, color=GREY)
 
 
-def titles_fit(ax: Axes, *texts: str) -> bool:
+def titles_fit(ax: Axes, left: str, right: str) -> bool:
     """Return whether titles fit side by side above the axes."""
-    needed = sum(map(len, texts)) * text_points("axes.titlesize") * LETTER + 10.0
-    return needed < axes_size(ax)[0]
+    needed = text_width(shown_name(left), text_points("axes.titlesize"))
+    return needed + text_width(right, text_points()) + 10.0 < axes_size(ax)[0]

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, SENDS, Op, part_letter
-from pipesim.plot.figure_style import current_style
+from pipesim.plot.figure_style import current_style, unfinished_colour
 from pipesim.plot.fitting_labels import MicrobatchNumbers, points_per_unit
 from pipesim.plot.palette import (
     INK,
-    UNFINISHED,
     chunks,
     n_chunks,
     outline,
@@ -185,7 +184,7 @@ def _draw_unfinished(ax: Axes, boxes: TaskBoxes, gid: str) -> None:
     collection = PolyCollection(
         boxes.corners(boxes.unfinished),
         facecolors=0.4 * boxes.colours[boxes.unfinished] + 0.6,
-        edgecolors=UNFINISHED,
+        edgecolors=unfinished_colour(),
         linestyles=[DASHES],
         linewidths=0.8,
         zorder=2.5,
@@ -259,7 +258,7 @@ def legend_entries(
     for chunk in (0, len(white) - 1) if len(white) > 1 else ():
         entries[f"chunk {chunk}"] = Patch(fc=GREY, alpha=1 - white[chunk], lw=0)
     if unfinished:
-        entries["unfinished"] = Patch(fc="white", ec=UNFINISHED, lw=0.8, ls=DASHES)
+        entries["unfinished"] = Patch(fc="white", ec=unfinished_colour(), lw=0.8, ls=DASHES)
     for name, dashes in (("predicted", DASHES), ("measured", "-")) if compared else ():
         entries[f"{name} makespan"] = Line2D([], [], color=INK, ls=dashes, lw=0.8)
     return list(entries.values()), list(entries)

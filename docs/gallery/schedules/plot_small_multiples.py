@@ -17,15 +17,12 @@ plt.rcParams.update(plot.paper_style(columns=2, height=3.6))
 names = ("GPipe", "1F1B", "Interleaved 1F1B", "Hanayo", "Chimera", "DualPipeV", "ZB-H1", "ZBV",
          "ZB-H2")  # fmt: skip
 fig, axes = plt.subplots(3, 3, sharex=True, sharey=True)
-steps = []
 for ax, name in zip(axes.flat, names, strict=True):
     schedule = ps.schedule(name, n_devices=4, n_microbatches=8)
     costs = ps.Costs(1, 2, 1, 1).in_chunks(schedule.placement)
     step = ps.simulate(ps.lower(schedule, step="none"), costs)
-    steps.append(step)
     title = f"{name}: {step.makespan:g}, {step.bubble_fraction:.0%} idle"
     step.plot(ax=ax, title=title, legend=False, numbers=False)
-axes[0, 0].set_xlim(0, max(step.makespan for step in steps))
 for ax in axes[:-1].flat:
     ax.set_xlabel("")
 for ax in axes[:, 1:].flat:

@@ -10,8 +10,10 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from figure_artists import artist_of, axes, legend_of, simulated
+from matplotlib.colors import to_rgb
 
 from pipesim import plot
 from pipesim.errors import ArgumentError, UnknownNameError
@@ -103,21 +105,45 @@ def test_names_and_hatches_are_those_of_the_style() -> None:
 
 @pytest.mark.parametrize("grey", [False, True])
 def test_forward_backward_gradients_and_bubbles_differ_in_grey(grey: bool) -> None:
-    """Contrast of 1.3 (WCAG 2.1), or another hatch."""
-    style = plot.style(grey=grey)
-    looks = {str(op): (style.palette[op], style.hatches.get(op, "")) for op in (
-        Op.F, Op.B, Op.I, Op.W)} | {"bubble": (BUBBLE, "")}  # fmt: skip
-    for (one, (first, hatch)), (other, (second, other_hatch)) in combinations(looks.items(), 2):
+    """Contrast of 1.3 (WCAG 2.1) between any two; of greys, recomputes too. No hatch is needed."""
+    palette = plot.style(grey=grey).palette
+    ops = (Op.F, Op.B, Op.I, Op.W, *[Op.R] * grey)
+    looks = {str(op): palette[op] for op in ops} | {"bubble": BUBBLE}
+    for (one, first), (other, second) in combinations(looks.items(), 2):
         low, high = sorted((luminance(rgb([first, second])) + 0.05).tolist())
-        assert high / low >= 1.3 or hatch != other_hatch, (one, other)
-    assert set(style.palette) == set(Op)
+        assert high / low >= 1.3, (one, other)
+    assert set(palette) == set(Op)
 
 
 def test_a_style_of_greys_has_no_colour() -> None:
+    step = simulated("gpipe", 2, 2, recompute="always")
     with plot.style(grey=True):
-        ax = simulated("gpipe", 2, 2, recompute="always").plot(ax=axes())
-    for gid in ("cells:F", "cells:B", "cells:R", "cells:STEP"):
-        assert np.ptp(artist_of(ax, gid).get_facecolor()[:, :3], axis=1).max() == 0
+        kinds = step.plot, step.graph.plot, step.plot.memory
+        ax, graph, held = (draw(ax=axes()) for draw in kinds)
+    faces = [artist_of(ax, f"cells:{op}") for op in ("F", "B", "R", "STEP")]
+    for artist in (*faces, artist_of(graph, "nodes"), artist_of(graph, "nodes:recompute")):
+        assert np.ptp(artist.get_facecolor()[:, :3], axis=1).max() == 0
+    for line in held.lines:
+        assert np.ptp(to_rgb(line.get_color())) == 0
+
+
+@pytest.mark.parametrize("grey", [False, True])
+def test_figures_for_nature_have_no_patterns(grey: bool) -> None:
+    step = simulated("gpipe", 2, 2, recompute="always")
+    with plot.style("nature", grey=grey):
+        figures = [draw(ax=axes()) for draw in (step.plot, step.graph.plot, step.plot.idle)]
+    artists = [artist for ax in figures for artist in ax.findobj()]
+    assert not any(artist.get_hatch() for artist in artists if hasattr(artist, "get_hatch"))
+
+
+def test_lines_of_charts_have_no_markers_of_the_style() -> None:
+    """They would hide steps and fits."""
+    table = pd.DataFrame({"step": [1.0], "memory": [1.0], "schedule": "1f1b", "low": 1, "high": 2})
+    with plot.style("ieee"):
+        held, points = plot.memory(simulated(), ax=axes()), plot.accuracy([1, 2], [1, 3], ax=axes())
+        front = plot.plan_front(table, [0], {}, ax=axes())
+    assert {line.get_marker() for ax in (held, points, front) for line in ax.lines} == {"", "|"}
+    assert {line.get_linestyle() for line in front.lines} == {"-"}
 
 
 @pytest.mark.parametrize(

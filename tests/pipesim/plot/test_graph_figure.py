@@ -19,8 +19,8 @@ import pipesim as ps
 from pipesim import plot
 from pipesim.errors import ArgumentError, LegibilityWarning, UnknownNameError
 from pipesim.ops import COMPUTE, Op
-from pipesim.plot import palette as style
 from pipesim.plot.dependency_plot import CODES
+from pipesim.plot.figure_style import device_colours
 from pipesim.plot.fitting_labels import BoxLabels, points_per_unit
 
 
@@ -297,7 +297,7 @@ def test_devices_have_colours_of_their_own() -> None:
     assert hatched.get_hatch()
     assert plain.get_hatch() is None
     assert len(hatched.get_paths()) == (graph.op == Op.R).sum()
-    colours = style.device_colours(10)
+    colours = device_colours(10)
     assert (colours[8:] == colours[:2]).all()
     for one, other in itertools.combinations(colours[:8], 2):
         assert np.abs(one - other).max() > 0.1
@@ -307,7 +307,7 @@ def test_the_legend_can_be_left_out() -> None:
     graph = lowered(recompute="always")
     names = [text.get_text() for text in drawn(graph).get_legend().get_texts()]
     assert names == [
-        "recompute", "ST STEP", "message", "data on one device", "order of a stream"
+        "recompute", "ST optimizer", "message", "data on one device", "order of a stream"
     ]  # fmt: skip
     assert drawn(graph, legend=False).get_legend() is None
     assert drawn(graph, title="GPipe").get_title(loc="left") == "GPipe"

@@ -273,6 +273,14 @@ def test_bars_are_as_long_as_the_column_says() -> None:
     assert [text.get_text() for text in ax.texts] == ["0.0%", "7.2%"], "gaps"
 
 
+def test_bars_without_numbers_have_an_axis() -> None:
+    table = ps.compare({name: simulated(name) for name in ("gpipe", "1f1b")})
+    ax = plot.bars(table, ax=axes(), numbers=False, title="steps")
+    ticks = [float(tick.get_text()) for tick in ax.get_xticklabels()]
+    np.testing.assert_allclose(ax.get_xticks() * 1e3, ticks)
+    assert (ax.get_xlabel(), ax.get_title("left"), len(ax.texts)) == ("ms", "steps", 0)
+
+
 def test_a_value_that_is_not_known_is_marked() -> None:
     simulation = simulated()
     unknown = dataclasses.replace(simulation, costs=None)

@@ -27,6 +27,7 @@ from figure_artists import (
     simulated,
 )
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
@@ -75,6 +76,22 @@ def test_cells_are_where_and_when_their_tasks_ran(unit: str | None, recompute: s
         np.testing.assert_allclose(cells[:, 1], tasks["end"] * scale)
         np.testing.assert_allclose(cells[:, 2:].mean(axis=1), tasks["device"])
         assert (np.abs(cells[:, 2:] - tasks["device"].to_numpy()[:, None]) < 0.5).all()
+
+
+@pytest.mark.parametrize("draw", ["plot", "memory", "idle"])
+def test_shared_axes_are_as_long_as_the_longest(draw: str) -> None:
+    """Whichever is drawn last; and as high as that of most devices."""
+    steps = [simulated(n=n, m=m) for n, m in ((2, 2), (4, 8), (3, 4))]
+    figure = Figure(layout="constrained")
+    alone, shared = Figure().subplots(3, 1), figure.subplots(3, 1, sharex=True, sharey=True)
+    for both in (alone, shared):
+        for ax, step in zip(both, steps, strict=True):
+            (step.plot if draw == "plot" else getattr(step.plot, draw))(ax=ax, unit="s")
+    for limits in ("get_xlim", "get_ylim"):
+        longest = max((getattr(ax, limits)() for ax in alone), key=max)
+        assert {getattr(ax, limits)() for ax in shared} == {longest}
+    if draw == "plot":
+        assert len(shared[0].get_yticks()) == 4
 
 
 def test_the_unit_fits_the_makespan_unless_it_is_given() -> None:
