@@ -423,7 +423,7 @@ def changes_that_fit(
       `Costs.transformer`, or else R tasks;
     - experts on more GPUs;
     - micro-batches of a half or a quarter of the size;
-    - the other named schedules;
+    - the other named schedules of as many modules;
     - activations in host memory, if the network has a link to it; or of 4 devices or more on
       the paired device (BPipe);
     - a sharded optimizer; or instead of it parameters that replicas share too, gathered once a
@@ -531,9 +531,10 @@ def _changes(start: Configuration) -> Iterator[Change]:
         else:
             text = f"{size}, at a {word} of the seconds and bytes of a micro-batch"
         yield Change(_MICROBATCHES, text, methodcaller("with_smaller_microbatches", factor))
+    recipe = start.schedule.recipe
+    n_modules = 1 if recipe is None else schedule_info(recipe.name).n_modules
     for name in options_of_schedules():
-        recipe = start.schedule.recipe
-        if recipe is None or name != recipe.name:
+        if schedule_info(name).n_modules == n_modules and (recipe is None or name != recipe.name):
             yield Change(_SCHEDULE, f"schedule={name!r}", methodcaller("with_schedule", name))
     arguments, costs = start.arguments, start.costs
     has_link = costs.network.host is not None or None not in (costs.offload, costs.reload)

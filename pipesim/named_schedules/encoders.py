@@ -38,6 +38,7 @@ _BUBBLE = ClosedForm(
     label="encoder first",
     summary="encoder on the devices of its language model, before and after the 1F1B of that",
     source=_SOURCE,
+    n_modules=2,
     bubble=_BUBBLE,
     activations=ClosedForm("(m+min(p,m))/2", lambda p, m: (m + min(p, m)) / 2),
 )
@@ -67,6 +68,7 @@ def encoder_first(n_devices: int, n_microbatches: int) -> Schedule:
     label="encoder nested",
     summary="encoder nested in the 1F1B of its language model: little memory for any batch",
     source=_SOURCE,
+    n_modules=2,
     bubble=_BUBBLE,
     activations=ClosedForm(
         "(min(3p-2,m)+min(p,m))/2", lambda p, m: (min(3 * p - 2, m) + min(p, m)) / 2

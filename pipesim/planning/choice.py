@@ -19,12 +19,12 @@ from pipesim.models.parallel import SEARCHED
 from pipesim.named_schedules.patterns import Merged
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
-from pipesim.scheduling.registry import ScheduleInfo, schedule_info
+from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints, bincount
 
 #: Schedules whose devices have a stage of the encoders and one of the language model each.
-ENCODER_SCHEDULES = ("encoder_first", "encoder_nested")
+ENCODER_SCHEDULES = tuple(x for x in options_of_schedules() if schedule_info(x).n_modules > 1)
 #: Outcome of a configuration.
 Status = Literal["simulated", "cannot win", "does not fit", "invalid"]
 

@@ -321,6 +321,8 @@ class ScheduleInfo:
     counts: Counts = _ANY
     #: Name in figures: that of the paper.
     label: str = ""
+    #: Number of modules that the stages are of: 2 for an encoder and a language model.
+    n_modules: int = 1
 
     @cached_property
     def _required(self) -> tuple[str, ...]:
@@ -393,6 +395,7 @@ def register(
     parameters: ClosedForm = _ONE,
     counts: Counts = _ANY,
     placement: PlacementLike = None,
+    n_modules: int = 1,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function under ``name``; see `ScheduleInfo` for the arguments.
 
@@ -424,6 +427,9 @@ def register(
         Device of each stage, of a function in the second form: a `Placement`, or a function of
         ``n_devices`` that returns one, such as `Placement.v_shaped`. By default it is inferred from
         the actions that each device lists.
+    n_modules
+        Number of modules that its stages are of, such as 2 for an encoder and a language model. A
+        schedule is tried in place of another only if both have as many.
 
     Returns
     -------
@@ -449,6 +455,7 @@ def register(
     check_text("label", label)
     check_text("summary", summary)
     check_text("source", source)
+    n_modules = check_count("n_modules", n_modules)
     if not (placement is None or isinstance(placement, Placement) or callable(placement)):
         raise ArgumentError(
             f"schedule {name!r}: placement must be a pipesim.Placement, or a function of n_devices "
@@ -464,7 +471,7 @@ def register(
         about = summary or next(iter((inspect.getdoc(function) or "").splitlines()), "")
         _REGISTRY[name] = ScheduleInfo(
             name, about, source, build, options, bubble, activations, parameters, counts,
-            label or name,
+            label or name, n_modules,
         )  # fmt: skip
         return function
 
@@ -543,8 +550,8 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
         (0..1);
         ``activations_formula``, ``activations`` (of the fullest device, in micro-batches through
         ``1 / p`` of the model); ``parameters_formula``, ``parameters`` (sets of weights);
-        ``assumes``, ``counts``, ``options``, ``source``. A number is NaN if its formula fails, or
-        if the schedule does not take these counts.
+        ``assumes``, ``counts``, ``n_modules``, ``options``, ``source``. A number is NaN if its
+        formula fails, or if the schedule does not take these counts.
 
     Examples
     --------
@@ -571,6 +578,7 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
             row[name] = form.of(*counts, **options) if allowed else math.nan
         row["assumes"] = info.bubble.assumes
         row["counts"] = info.counts.text
+        row["n_modules"] = info.n_modules
         row["options"] = ", ".join(info.options)
         row["source"] = info.source
         rows[info.name] = row

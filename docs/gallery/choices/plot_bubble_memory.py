@@ -18,8 +18,8 @@ plt.rcParams.update(plot.paper_style(columns=2, height=2.8))
 fig, ax = plt.subplots()
 table = ps.schedules(n_devices=8, n_microbatches=24).sort_values(["activations", "bubble"])
 table = table[(table["activations"] < 18) & (table["bubble"] < 0.5) & (table["parameters"] < 3)]
-# Not those of slices, of several mini-batches, and of two models.
-table = table.drop(["seq1f1b", "slimpipe", "pipedream_2bw", "encoder_first", "encoder_nested"])
+# Schedules of one model; not those of slices, and of several mini-batches.
+table = table[table["n_modules"] == 1].drop(["seq1f1b", "slimpipe", "pipedream_2bw"])
 x, y = table["activations"], 100 * table["bubble"]
 front = y < y.cummin().shift(fill_value=100)
 ax.plot(x[front], y[front], drawstyle="steps-post", marker="", color="0.6", linestyle="-",

@@ -294,6 +294,14 @@ def test_an_offload_that_does_not_pay() -> None:
     assert row["note"] == "copies of device 0 take 6.00 s, of which 3.00 s hide behind compute"
 
 
+def test_schedules_of_as_many_modules() -> None:
+    """An encoder on the devices of its language model is no choice for one model alone."""
+    one = table_of(COSTS, ps.schedule("1f1b", 2, 4), 20)
+    assert not [change for change in one if "encoder" in change]
+    both = table_of(COSTS, ps.schedule("encoder_first", 2, 4), 20)
+    assert {x for x in both if x.startswith("schedule=")} == {"schedule='encoder_nested'"}
+
+
 def test_skips_name_stages() -> None:
     """Other numbers of stages have no such skips."""
     got = table_of(COSTS, ps.schedule("1f1b", 2, 4), 20, skips=[(0, 1)])
