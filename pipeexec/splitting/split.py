@@ -53,8 +53,8 @@ from pipesim.errors import (
     number,
 )
 from pipesim.scheduling.placement import Edges
-from pipesim.timeline.memory_limit import memory_limit_bytes
 from pipesim.utils.checks import checked_names
+from pipesim.utils.texts import in_bytes
 
 
 def sample_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -237,7 +237,7 @@ def split(
     ((('0', '2'), ('3',)), 0.0)
     """
     model, source = _checked_model(model)
-    limit: float | None = memory_limit_bytes(memory_limit)
+    limit: float | None = in_bytes("memory_limit", memory_limit)
     if limit is not None:
         _check_range("memory_limit", limit, 1e30)
     _check_range("optimizer_bytes", optimizer_bytes, 1000.0)

@@ -13,6 +13,7 @@ import numpy as np
 from pipesim.errors import CostsError, check_count, check_name, number
 from pipesim.network.links import Nodes
 from pipesim.ops import EXCHANGES, TRANSFERS, Op
+from pipesim.utils.texts import in_bytes
 
 if TYPE_CHECKING:
     from pipesim.costs.rows import CostFields
@@ -81,6 +82,8 @@ class Workload:
     def __post_init__(self) -> None:
         for name, unit in _UNITS.items():
             value = getattr(self, name)
+            if name == "memory":
+                value = in_bytes("workload: memory", value)
             if value is None and name in ("peak_flops", "memory"):
                 continue
             amount = number(value)
@@ -220,7 +223,7 @@ def _stage(stage: Any) -> int:
 
 def _matrix(stage: int, name: str, values: object) -> Matrix:
     try:
-        matrix = np.asarray(values, dtype=np.float64)
+        matrix = np.asarray(in_bytes("exchange_bytes", values), dtype=np.float64)
     except (TypeError, ValueError):
         matrix = np.empty(0)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:

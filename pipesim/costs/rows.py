@@ -148,7 +148,8 @@ def _checked_reserve(value: object) -> float:
     if result is None or not 0 <= result < math.inf:
         raise CostsError(
             f"memory_reserve must be a finite share >= 0 of the bytes of tensors, got "
-            f"{value!r:.60}; give such as 0.05 for 5 %"
+            f"{value!r:.60}; give such as 0.05 for 5 %, or bytes as a smaller "
+            "memory_limit"
         )
     return result
 

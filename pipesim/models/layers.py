@@ -39,7 +39,7 @@ from pipesim.models.placed_split import LayerModel, Placed, placed_sizes
 from pipesim.network.network import Network
 from pipesim.utils.checks import checked_names
 from pipesim.utils.files import check_path, read_text
-from pipesim.utils.texts import Bytes, csv_rows, parse_float
+from pipesim.utils.texts import Bytes, csv_rows, parse_bytes, parse_float
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -430,9 +430,9 @@ def column_values(where: str, name: str, values: object) -> tuple[object, ...]:
 
 def checked_value(where: str, name: str, value: object) -> float:
     """Return a value, or the number in a text, as a float."""
-    result = number(parse_float(value) if isinstance(value, str) else value)
+    unit, parse = ("bytes", parse_bytes) if name.endswith("bytes") else ("seconds", parse_float)
+    result = number(parse(value) if isinstance(value, str) else value)
     if result is None or not 0 <= result < math.inf:
-        unit = "bytes" if name.endswith("bytes") else "seconds"
         raise CostsError(f"{where}: must be finite {unit} >= 0, got {value!r}")
     return result
 

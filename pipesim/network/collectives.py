@@ -55,6 +55,7 @@ from pipesim.errors import NetworkError, check_name, number
 from pipesim.network.links import MAX_DEVICE, NodeCollectives, Nodes
 from pipesim.network.routes import Paths, Router
 from pipesim.utils.host_memory import check_memory
+from pipesim.utils.texts import in_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from pipesim.network.network import Network
@@ -458,7 +459,7 @@ def checked_members(
     what: str, nbytes: object, devices: Iterable[Any]
 ) -> tuple[float, NDArray[np.int64]]:
     """Return the bytes and the members of the collective ``what``, checked."""
-    size = number(nbytes)
+    size = parse_bytes(nbytes) if isinstance(nbytes, str) else number(nbytes)
     if size is None or not 0 <= size < math.inf:
         raise NetworkError(f"{what}: bytes must be finite and >= 0, got {nbytes!r}")
     if isinstance(devices, range):  # a range of any length takes no memory, an array does
@@ -485,7 +486,7 @@ def checked_matrix(nbytes: ArrayLike, n: int) -> NDArray[np.float64]:
     """Return the bytes of each pair of ``n`` members, shape ``(n, n)``, checked."""
     sizes: NDArray[np.float64]
     try:
-        sizes = np.asarray(nbytes, dtype=np.float64)
+        sizes = np.asarray(in_bytes("nbytes", nbytes), dtype=np.float64)
     except (TypeError, ValueError):
         sizes = np.empty(0)
     if sizes.shape != (n, n):

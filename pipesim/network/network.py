@@ -52,6 +52,7 @@ from pipesim.network.sources import (
 )
 from pipesim.utils.checks import Positive, checked_as, checked_names
 from pipesim.utils.files import check_path
+from pipesim.utils.texts import Bytes, in_bytes
 
 #: Links that the members of each collective hold. Those of the fastest all-reduce are the ring's.
 _LINKS = {
@@ -237,7 +238,7 @@ class Network:
         return Routes(link[:, np.newaxis], self.host.latency * n, self.host.bandwidth * n)
 
     def all_reduce(
-        self, nbytes: float, devices: Sequence[int] | NDArray[Any], algorithm: str = "ring"
+        self, nbytes: Bytes, devices: Sequence[int] | NDArray[Any], algorithm: str = "ring"
     ) -> float:
         """Return the seconds of an all-reduce that holds its links (rule 9); 0 for one member.
 
@@ -271,7 +272,7 @@ class Network:
         size, members = checked_members("all-reduce", nbytes, devices)
         return finite_seconds("all-reduce", formula, self._router, size, members)
 
-    def group_all_reduce(self, nbytes: float, n_gpus: int) -> float:
+    def group_all_reduce(self, nbytes: Bytes, n_gpus: int) -> float:
         """Return the seconds of an all-reduce between GPUs of one device; 0 for one GPU.
 
         The faster of ring and tree. Inside a node that is the ring, or `NodeCollectives` if the
@@ -302,10 +303,11 @@ class Network:
         >>> round(network.group_all_reduce(450e6, 8) * 1e3, 2)  # 14/8 ms and 48 us
         1.8
         """
-        group = self._group(nbytes, n_gpus)
-        return 0.0 if group is None else min(ring(group, nbytes), tree(group, nbytes))
+        size = in_bytes("nbytes", nbytes)
+        group = self._group(size, n_gpus)
+        return 0.0 if group is None else min(ring(group, size), tree(group, size))
 
-    def group_all_gather(self, nbytes: float, n_gpus: int) -> float:
+    def group_all_gather(self, nbytes: Bytes, n_gpus: int) -> float:
         """Return the seconds of an all-gather, or a reduce-scatter, between GPUs of one device.
 
         Half of a ring all-reduce; inside a node by `NodeCollectives`, if the nodes have them.
@@ -322,8 +324,9 @@ class Network:
         float
             Seconds; 0 for one GPU.
         """
-        group = self._group(nbytes, n_gpus)
-        return 0.0 if group is None else half(group, nbytes)
+        size = in_bytes("nbytes", nbytes)
+        group = self._group(size, n_gpus)
+        return 0.0 if group is None else half(group, size)
 
     def _group(self, nbytes: object, n_gpus: object) -> Group | None:
         size, count = number(nbytes), check_count("n_gpus", n_gpus)
@@ -649,7 +652,8 @@ class Network:
         ----------
         latency, bandwidth
             Seconds and bytes a second, shape ``(n_devices, n_devices)``, from the row's device to
-            the column's; one of them may be a single number. Diagonals are not read.
+            the column's; one of them may be a single value. Bandwidths may be texts. Diagonals are
+            not read.
 
         Returns
         -------

@@ -123,7 +123,7 @@ from pipesim.network.links import (
     scaled_link,
 )
 from pipesim.utils.files import read_text
-from pipesim.utils.texts import csv_rows, parse_float, parse_floats
+from pipesim.utils.texts import csv_rows, parse_float, parse_floats, parse_rate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -443,8 +443,10 @@ def _array(name: str, values: ArrayLike) -> NDArray[np.float64]:
         raise NetworkError(
             f"latency and bandwidth must be arrays of numbers, {name} is not: {error}"
         ) from error
-    if array.dtype.kind == "O" and array.ndim:
-        numbers = [math.nan if (x := number(item)) is None else x for item in array.ravel()]
+    if array.dtype.kind == "U" or (array.dtype.kind == "O" and array.ndim):
+        parse = parse_rate if name == "bandwidth" else parse_float
+        items = [parse(x) if isinstance(x, str) else number(x) for x in array.ravel().tolist()]
+        numbers = [math.nan if x is None else x for x in items]
         return np.array(numbers, dtype=np.float64).reshape(array.shape)
     if array.dtype.kind not in "fiu":
         raise NetworkError(

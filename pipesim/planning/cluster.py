@@ -173,7 +173,8 @@ def checked_share(name: str, value: object) -> float:
     """Return a share above 0 and at most 1."""
     share = number(value)
     if share is None or not 0 < share <= 1:
-        raise ArgumentError(f"{name} must be above 0 and at most 1, got {value!r:.60}")
+        advice = "; give bytes as memory=" if name == "usable_memory" else ""
+        raise ArgumentError(f"{name} must be above 0 and at most 1, got {value!r:.60}{advice}")
     return share
 
 

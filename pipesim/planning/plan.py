@@ -41,9 +41,9 @@ from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import SearchSpace, named_choice
 from pipesim.scheduling.placement import LAYOUTS, Layout
 from pipesim.simulation.noise import Noise
-from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
+from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.utils.checks import checked_names
-from pipesim.utils.texts import format_bytes, format_time
+from pipesim.utils.texts import format_bytes, format_time, in_bytes
 
 #: How layers are divided among stages.
 PlanSplit = Literal["refined", "balanced", "even"]
@@ -444,7 +444,7 @@ def checked_problem(
         )
     if check_count("global_batch", global_batch) > _MOST_SEQUENCES:
         raise ArgumentError(f"global_batch must be at most {_MOST_SEQUENCES}, got {global_batch}")
-    limit = memory_limit_bytes(memory_limit)
+    limit = in_bytes("memory_limit", memory_limit)
     if isinstance(limit, Iterable):
         raise ArgumentError(
             f"memory_limit of a plan must be one value for all devices, got {memory_limit!r:.60}; "
@@ -453,7 +453,8 @@ def checked_problem(
     reserve = number(memory_reserve)
     if reserve is None or not 0 <= reserve < float("inf"):
         raise ArgumentError(
-            f"memory_reserve must be a finite share >= 0, got {memory_reserve!r:.60}"
+            f"memory_reserve must be a finite share >= 0 of the bytes of tensors, got "
+            f"{memory_reserve!r:.60}; give bytes as a smaller memory_limit"
         )
     return PlanProblem(
         model, cluster, global_batch,

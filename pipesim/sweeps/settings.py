@@ -37,9 +37,10 @@ from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import predict_timeline
-from pipesim.timeline.memory_limit import checked_memory_limit, memory_limit_bytes
+from pipesim.timeline.memory_limit import checked_memory_limit
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.files import read_toml
+from pipesim.utils.texts import in_bytes
 
 # Schedules in settings: a name in the registry, or a file that holds the orders
 
@@ -466,6 +467,6 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
     graph = _limited_graph(info, case, costs, graph)
     options = {"engine": case["engine"]} if "engine" in case else {}
     if "memory_limit" in case:
-        options["memory_limit"] = memory_limit_bytes(case["memory_limit"])
+        options["memory_limit"] = in_bytes("memory_limit", case["memory_limit"])
     timeline = predict_timeline(graph, costs, **options)
     return timeline.with_name(str(case["label"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ def checked_memory_limit(value: object, n_devices: int, name: str = "memory_limi
     """
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    value = memory_limit_bytes(value, name)
+    value = in_bytes(name, value)
     if isinstance(value, (int, float)) or number(value) is not None:
         return np.full(n_devices, _checked_bytes(value, name))
     values = check_list(name, value, "bytes: one number, or one a device")
@@ -98,13 +98,6 @@ def too_low_limit(device: int, limit: float, needed: float) -> ArgumentError:
         f"micro-batch needs {format_bytes(needed)} there, with parameters, gradients, optimizer "
         f"and reserve; give at least {least} bytes, smaller micro-batches, or more devices"
     )
-
-
-def memory_limit_bytes(value: Any, name: str = "memory_limit") -> Any:
-    """Return a memory limit in bytes, from numbers or texts such as ``"80GiB"``, or a list."""
-    if isinstance(value, list | tuple):
-        return [memory_limit_bytes(part, name) for part in value]
-    return in_bytes(name, value)
 
 
 def _too_full(timeline: Timeline) -> list[int]:

@@ -26,6 +26,7 @@ from pipesim.trace.range_names import RangeRules
 from pipesim.trace.trace_files import check_threads, list_files, read_ranks, stem
 from pipesim.trace.working_times import split_overlapped, working_times
 from pipesim.utils.checks import checked_names
+from pipesim.utils.texts import Bytes
 
 # Steps of a trace
 
@@ -205,7 +206,7 @@ def load(
     only: Mapping[str, str | int] | None = None,
     step: int = -1,
     n_ranks: int | None = None,
-    output_bytes: float | Sequence[float] = 0.0,
+    output_bytes: Bytes | Sequence[Bytes] = 0.0,
     gaps: str = "keep",
     name: str = "",
 ) -> ImportedStep:
@@ -305,7 +306,7 @@ def timeline_from_chrome(
     only: Mapping[str, str | int] | None = None,
     step: int = -1,
     n_ranks: int | None = None,
-    output_bytes: float | Sequence[float] = 0.0,
+    output_bytes: Bytes | Sequence[Bytes] = 0.0,
     gaps: str = "keep",
     name: str = "",
 ) -> Timeline:

@@ -35,6 +35,7 @@ from pipesim.timeline.timeline import Timeline, align_collectives
 from pipesim.trace.clock_offsets import ClockBounds, align_clocks
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.csr import Ints
+from pipesim.utils.texts import Bytes, in_bytes
 
 #: Options that follow from the number of stages of a device, and that number over the option.
 _CHUNKS = {"n_chunks": 1, "n_waves": 2}
@@ -192,7 +193,7 @@ def timeline_of(
     tasks: MeasuredTasks,
     *,
     n_devices: int,
-    output_bytes: float | Sequence[float] = 0.0,
+    output_bytes: Bytes | Sequence[Bytes] = 0.0,
     gaps: str = "keep",
     name: str = "",
 ) -> MeasuredStep:
@@ -256,7 +257,7 @@ def timeline_of(
     order = np.lexsort((tasks.end, tasks.op, works, moves, issue))
     tasks, stream = tasks[order], stream[order]
     graph = _graph(tasks, stream, name)
-    by_stage = tuple(output_bytes) if isinstance(output_bytes, Sequence) else output_bytes
+    by_stage = in_bytes("output_bytes", output_bytes)
     sizes = Costs(0.0, output_bytes=by_stage).per_stage("output_bytes", graph.n_stages)
     columns = {key: getattr(graph, key).astype(np.int64) for key in _IDENTITY}
     rows = _Finder(tasks).rows(tasks.keys(**columns))  # of each task of the graph

@@ -203,8 +203,10 @@ def parse_rate(text: str) -> float | None:
     return value if value is None or not is_bits else value / 8
 
 
-def in_bytes(name: str, value: T | str) -> T | float:
-    """Return a text such as ``"80GiB"`` as a number of bytes, and other values as they are."""
+def in_bytes(name: str, value: Any) -> Any:
+    """Return texts such as ``"80GiB"``, or in lists, as numbers of bytes; others as they are."""
+    if isinstance(value, list | tuple):
+        return [in_bytes(name, part) for part in value]
     if not isinstance(value, str):
         return value
     nbytes = parse_bytes(value)

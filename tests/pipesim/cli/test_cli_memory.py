@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_output import BASE, fail, rows, succeed
@@ -151,6 +152,22 @@ def test_sizes_and_rates_of_costs_and_networks(capsys: pytest.CaptureFixture[str
     assert nodes == ps.Nodes(8, port_bandwidth=450e9, nic_bandwidth=50e9)
     assert ps.Network.from_dict({"bandwidth": "25GB/s"}) == ps.Network(bandwidth=25e9)
     assert ps.GPU(flops=1, bandwidth="3TB/s", memory="80GB").bandwidth == 3e12  # type: ignore[arg-type]
+    layers = ps.Layers({"forward": [1, 2], "backward": [2, 4], "activation_bytes": ["1kB", "2KiB"]})
+    assert layers.columns["activation_bytes"] == (1000, 2048)
+    pairs: Any = {"keys": [[0, "1kB"], [5, 0]]}
+    assert ps.Costs(1, 2, exchange_bytes={0: pairs}) == ps.Costs(
+        1, 2, exchange_bytes={0: {"keys": [[0, 1000], [5, 0]]}}
+    )
+    assert Workload(tokens=1, flops=1, memory="40GB").memory == 40e9  # type: ignore[arg-type]
+    assert ps.Cluster("dgx_h100", 8, memory="40GB").memory == 40e9
+    matrix = ps.Network.from_matrix(1e-6, [[0, "25GB/s"], ["400Gb/s", 0]])
+    assert matrix == ps.Network.from_matrix(1e-6, [[0, 25e9], [50e9, 0]])
+    assert matrix.all_reduce("1MB", [0, 1]) == matrix.all_reduce(1e6, [0, 1])
+    assert matrix.all_to_all([[0, "1MB"], [5, 0]], [0, 1]) == matrix.all_to_all(
+        [[0, 1e6], [5, 0]], [0, 1]
+    )
+    node = ps.Network.preset("dgx_h100", gpus_per_device=8)
+    assert node.group_all_reduce("1GB", 8) == node.group_all_reduce(1e9, 8)
     for wrong in ({"forward": "1GB"}, {"forward": 1, "output_bytes": "1 cow"}):
         with pytest.raises(CostsError, match="must be finite"):
             ps.Costs(**wrong)  # type: ignore[arg-type]

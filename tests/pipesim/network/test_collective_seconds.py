@@ -355,7 +355,7 @@ def _added_up(network: ps.Network, sizes: np.ndarray) -> float:
         (-1, [0, 1], "bytes must be finite and >= 0, got -1"),
         (math.nan, [0, 1], "bytes must be finite and >= 0, got nan"),
         (math.inf, [0, 1], "bytes must be finite"),
-        ("1", [0, 1], "bytes must be finite"),
+        ("1 cow", [0, 1], "bytes must be finite"),
         (1, 4, r"devices must be a sequence of device numbers, such as \[0, 1\], got 4"),
         (1, [], "devices must be a sequence"),
         (1, [0.0, 1.0], "devices must be a sequence"),
