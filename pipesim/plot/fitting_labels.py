@@ -5,6 +5,7 @@ Imported when something is drawn, since it loads matplotlib.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from pipesim.errors import LegibilityWarning
 from pipesim.plot.figure_style import SMALLEST_TEXT, text_points
 from pipesim.plot.paper_figure import axes_size, thinned_ticks
-from pipesim.utils.caller_warnings import warn_caller
+from pipesim.utils.caller_warnings import caller_line
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -91,6 +92,7 @@ class BoxLabels(Artist):
         self.digits = np.array([len(text) for text in texts])
         self.largest = text_points()
         self._warned: tuple[object, ...] | None = None
+        self._line = caller_line()  # what warnings name: figures are drawn by code of matplotlib
 
     def room(self) -> Floats:
         """Return the size (points) up to which each label fits its box."""
@@ -162,10 +164,11 @@ class BoxLabels(Artist):
                 factor = max(factor, float(np.quantile(need / have, self.min_fitting)))
             sizes.append(np.ceil(10.5 * size * factor) / 10 if factor > 1 else size)
         total = sum(len(member.texts) for member in members)
-        warn_caller(
+        warnings.warn_explicit(
             f"{labels.n_missing} of {total} {self.boxes} of this figure have no {self.labels}: "
             f"letters of {self.smallest:g} points do not fit; {self.advice(*sizes)}",
             LegibilityWarning,
+            *self._line,
         )
 
     def advice(self, width: float, height: float) -> str:

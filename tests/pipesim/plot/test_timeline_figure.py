@@ -240,6 +240,7 @@ def test_numbers_vanish_with_a_warning_and_come_back() -> None:
     assert len(numbers.fitting().indices) == 0
     with pytest.warns(LegibilityWarning, match="1024 of 1024 boxes .* have no number") as caught:
         ax.figure.draw_without_rendering()
+    assert caught[0].filename == __file__, "where it was plotted, not code of matplotlib that draws"
     size = re.search(r"about ([0-9.]+) by ([0-9.]+) inches", str(caught[0].message))
     assert size is not None
     ax.figure.set_size_inches(*map(float, size.groups()))
