@@ -142,6 +142,16 @@ def _unknown_argument(function: Callable[..., Any], name: str) -> ArgumentTypeEr
     owner = function.__qualname__.removesuffix(".__init__")
     names = [x for x in inspect.signature(function).parameters if x not in ("self", "cls")]
     advice = suggestion(name, names) or f"; it takes {', '.join(names)}"
+    takers = [
+        f"{package}.{x}"
+        for package in ("pipesim", "pipeexec")
+        if package in sys.modules
+        for x in sys.modules[package].__all__
+        if callable(door := getattr(sys.modules[package], x))
+        and name in inspect.signature(door).parameters
+    ]
+    if 1 <= len(takers) <= 3:
+        advice += f" ({' and '.join(takers)} {'takes' if len(takers) == 1 else 'take'} {name!r})"
     return ArgumentTypeError(f"{owner} takes no argument {name!r}{advice}")
 
 

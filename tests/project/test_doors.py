@@ -109,6 +109,7 @@ def test_arguments_of_unknown_names_are_refused() -> None:
         lambda: ps.Network(bandwith=1): "Network takes no argument 'bandwith'; did you mean 'band",
         lambda: ps.Transformer(vocabulary=1): "did you mean 'vocabulary_size'",
         lambda: ps.plan(None, None, global_batchs=1): "did you mean 'global_batch'",
+        lambda: ps.plan(None, None, sequence_length=1): r"\(pipesim.Transformer takes 'seq",
         lambda: ps.simulate(None, None, memory=1): "did you mean 'memory_limit'",
         lambda: ps.Network.preset(MACHINE, efficency=1): "preset takes no .* 'efficiency'",
         lambda: ps.Network().scaled(bandwith=1): "Network.scaled takes no .* 'bandwidth'",
