@@ -84,12 +84,12 @@ def warn_of_other_models(rows: Iterable[tuple[str, int, int, Hashable]]) -> None
 
 def summary(timeline: Timeline) -> dict[str, float]:
     """Return the row of a timeline in `compare`, without ``relative``."""
-    has_costs = timeline.costs is not None
+    peak = 0.0 if timeline.costs is None else float(timeline.memory.peak.max())
     return {
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
         "throughput": timeline.throughput,
-        "peak_memory": float(timeline.memory.peak.max()) if has_costs else float("nan"),
+        "peak_memory": peak or float("nan"),  # unknown, where the costs have no bytes
     }
 
 

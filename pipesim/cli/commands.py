@@ -69,11 +69,6 @@ def known_result_columns(table: pd.DataFrame, own: Collection[str] = ()) -> dict
     }
 
 
-def _peaks(column: pd.Series[float]) -> list[str]:
-    """Return peaks of memory in GiB; a dash where no bytes were given."""
-    return format_numbers(column.where(column != 0), GIB)
-
-
 def cause_columns(
     table: pd.DataFrame, format_column: Callable[[pd.Series[float]], list[str]]
 ) -> dict[str, list[str]]:
@@ -238,7 +233,7 @@ def simulate(args: argparse.Namespace) -> None:
         "busy (ms)": format_numbers(devices["busy"], _MS),
         "idle (ms)": format_numbers(devices["idle"], _MS),
         "utilization": [f"{share:.1%}" for share in devices["utilization"]],
-        "peak memory (GiB)": _peaks(devices["peak_memory"]),
+        "peak memory (GiB)": format_numbers(devices["peak_memory"].replace(0.0, math.nan), GIB),
     }
     print(align_columns(columns))
     if timeline.memory.fits is False:
@@ -302,7 +297,7 @@ def compare(args: argparse.Namespace) -> None:
         "relative": [f"{ratio:.3f}" for ratio in table["relative"]],
         "bubble": [f"{share:.1%}" for share in table["bubble_fraction"]],
         "micro-batches/s": format_numbers(table["throughput"]),
-        "peak memory (GiB)": _peaks(table["peak_memory"]),
+        "peak memory (GiB)": format_numbers(table["peak_memory"], GIB),
         **known_result_columns(table),
     }
     print(align_columns(columns))
@@ -342,7 +337,7 @@ def sweep(args: argparse.Namespace) -> None:
         "makespan (ms)": format_numbers(table["makespan"], _MS),
         "bubble": [f"{share:.1%}" if share == share else "-" for share in table["bubble_fraction"]],
         "micro-batches/s": format_numbers(table["throughput"]),
-        "peak memory (GiB)": _peaks(table["peak_memory"]),
+        "peak memory (GiB)": format_numbers(table["peak_memory"], GIB),
         **known_result_columns(table, own),
     }
     print(align_columns(columns))

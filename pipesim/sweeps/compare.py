@@ -45,7 +45,7 @@ def compare(
     pandas.DataFrame
         Indexed by name: ``makespan`` (s), ``relative`` (makespan over that of the first),
         ``bubble_fraction`` (0..1), ``throughput`` (micro-batches a second), and ``peak_memory``
-        (bytes of the fullest device; NaN for timelines without costs).
+        (bytes of the fullest device; NaN without bytes in the costs).
 
         Further columns, each only if it is known for one of the timelines:
 

@@ -68,10 +68,10 @@ from pipesim.sweeps.settings import (
     source_info,
 )
 from pipesim.sweeps.worker_pool import LostCall, run_calls
-from pipesim.timeline.memory_limit import memory_limit_bytes
 from pipesim.utils.caller_warnings import warn_caller
 from pipesim.utils.checks import checked_names
 from pipesim.utils.host_memory import check_memory, count_text
+from pipesim.utils.texts import in_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -236,7 +236,8 @@ def _limit_orders(case: Settings, flat: Mapping[str, Any]) -> Settings:
     options = options_of_schedules().get(str(case["name"]), ())
     if "memory_limit" not in flat or "memory_limit" not in options:
         return case
-    return merge({"options": {"memory_limit": memory_limit_bytes(flat["memory_limit"])}}, case)
+    limit = in_bytes("memory_limit", flat["memory_limit"])
+    return merge({"options": {"memory_limit": limit}}, case)
 
 
 def _make_rows(shown: list[Flat], cases: list[Settings], own: list[list[str]]) -> list[SweepRow]:
@@ -385,7 +386,8 @@ def sweep(
 
         - their keys; `Costs`, networks and values of each stage are JSON;
         - ``n_tasks``, ``makespan`` (s), ``bubble_fraction`` (0..1), ``throughput`` (micro-batches
-          a second), ``peak_memory`` (bytes of the fullest device);
+          a second), ``peak_memory`` (bytes of the fullest device; missing without bytes in the
+          costs);
         - ``low``, ``high``, ``memory_limit``, ``fits``, ``tokens_per_second`` and ``mfu`` as in
           `compare`, each if a row has it;
         - ``seconds`` to compute the row;

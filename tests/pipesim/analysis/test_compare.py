@@ -45,10 +45,10 @@ def test_table() -> None:
 
 
 def test_table_without_costs() -> None:
-    """Memory is not known; the rest is."""
-    table = ps.compare({"mine": replace(run("gpipe"), costs=None)})
-    assert math.isnan(table.loc["mine", "peak_memory"])
-    assert table.loc["mine", "makespan"] == 15
+    """Memory is not known, nor with costs without bytes; the rest is."""
+    table = ps.compare({"mine": replace(run("gpipe"), costs=None), "no bytes": run("gpipe")})
+    assert table["peak_memory"].isna().all()
+    assert table["makespan"].tolist() == [15, 15]
 
 
 def test_table_of_nothing_that_took_time() -> None:

@@ -110,7 +110,9 @@ def test_a_grid_is_every_combination_in_order() -> None:
 def test_a_list_of_configurations() -> None:
     """Parts override whole costs and networks, and a row its base; objects show as JSON."""
     network = ps.Network(1e-5, 1e9)
-    costs = ps.Costs(input_grad=1.0, weight_grad=2.0, forward=(1.0, 3.0), network=network)
+    costs = ps.Costs(
+        input_grad=1.0, weight_grad=2.0, forward=(1.0, 3.0), activation_bytes=8.0, network=network
+    )
     table = sweep(
         [
             {"schedule": "gpipe", "n_microbatches": 3, "backward_order": "forward"},
