@@ -14,7 +14,7 @@ float32. Columns are
 
 The second table has models and cuts that are refused, and the messages.
 
-``python benchmarks/split_models.py`` prints the tables and writes them.
+``python benchmarks/split_transformers.py`` prints the tables and writes them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipesim.errors import PipeError
 sys.path.append(str(ROOT / "tests" / "helpers"))
 from transformers_models import MODELS, Case, batch
 
-OUT = ROOT / "results" / "benchmarks" / "split_models.txt"
+OUT = ROOT / "results" / "benchmarks" / "split_transformers.txt"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {}, "1f1b": {}, "interleaved_1f1b": {"n_chunks": 2}, "zb_h1": {}, "zbv": {},
 }  # fmt: skip
