@@ -550,6 +550,11 @@ def lower(
             ahead[devices] = prefetch
             options = replace(options, prefetch=tuple(ahead))
     kind, microbatch = issued.kind, issued.microbatch
+    if prompt_slices:  # tokens are sent for decode steps alone
+        following = microbatch % schedule.n_slices + 1
+        is_needed = (following >= prompt_slices) & (following < schedule.n_slices)
+        kept = is_needed | ~kinds.returns_tokens[kind]
+        kind, microbatch = kind[kept], microbatch[kept]
     if sends_beside and streams == "per_microbatch":
         kinds, kind = with_streams_of_microbatches(kinds, kind, microbatch)
     if recompute_waits:

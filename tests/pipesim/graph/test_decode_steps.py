@@ -62,7 +62,7 @@ def test_a_round_takes_the_groups_or_the_way_through_the_pipeline(
     timeline = ps.simulate(graph, costs)
     assert np.array_equal(timeline.end, ps.simulate(graph, costs, engine="simpy").end)
     lap = p * (1 + latency) if p > 1 else 1.0
-    last = n_groups - 1 + lap  # of the last round, with its token
+    last = n_groups - 1 + p + (p - 1) * latency  # of the last round, without a token behind it
     assert timeline.makespan == (n_steps - 1) * max(n_groups, lap) + last
     causes = timeline.why.idle_by_cause()
     idle = timeline.makespan - n_groups * n_steps
