@@ -471,9 +471,10 @@ class Costs(CostFields):
         """Return the costs of the stages of a placement, where these costs are those of devices.
 
         With them, schedules with one and with several stages a device are compared for one model.
-        The stages of a device share its seconds and bytes evenly, on the first path of a
-        bidirectional placement. A slow device is then slow in all its stages. Costs of slow
-        *layers*, such as those of a large vocabulary, need ``per="layers"``, which cuts the model.
+        The stages of a device share its seconds and bytes evenly. A slow device is then slow in all
+        its stages. Costs of slow *layers*, such as those of a large vocabulary, need
+        ``per="layers"``, which cuts the model. A stage of a bidirectional placement is on several
+        devices: with slow devices among them it has no cost of its own, and is refused.
         ``launch``, ``output_bytes``, ``output_seconds``, the bytes of workspaces, and bytes and
         seconds of one exchange of experts are not shared. ``segments`` become even.
 
@@ -490,6 +491,12 @@ class Costs(CostFields):
         -------
         Costs
             One value for each stage of the placement.
+
+        Raises
+        ------
+        CostsError
+            If numbers of values and devices differ, or devices of one stage differ in their
+            seconds: `Noise.slow_devices` makes them slow.
 
         Warns
         -----
@@ -513,9 +520,23 @@ class Costs(CostFields):
         """
         check_type("placement", placement, Placement)
         n_stages, n_devices = placement.n_stages, placement.n_devices
-        if per is None and n_stages > n_devices:
-            self._warn_of_slow_devices()
         by_layers = check_name("per", "device" if per is None else per, PER) == "layers"
+        if not by_layers and (slow := self._seconds_that_differ()):
+            if per is None and n_stages > n_devices:
+                warn_caller(
+                    "the seconds of devices differ, and all stages of a slow device are slow; if "
+                    "layers of the model are slow, give per='layers' (costs.in_chunks, sweeps and "
+                    "--per), which cuts the model in order of its layers",
+                    CostsWarning,
+                )
+            paths = np.array(placement.paths)
+            for name, values in slow.items():
+                if len(values) == n_devices and np.ptp(np.array(values)[paths], axis=0).any():
+                    raise CostsError(
+                        f"{name} differs among devices that have the same stage, which has one "
+                        "cost on all of them; slow devices are Noise(slow_devices={device: factor})"
+                        " in simulate, and slow layers per='layers'"
+                    )
         if by_layers and n_stages % n_devices:
             raise CostsError(
                 f"per='layers' cuts {n_devices} parts of the model into {n_stages} stages, which "
@@ -554,15 +575,10 @@ class Costs(CostFields):
             changed["buckets"] = tuple(self.buckets[k] for k in device.tolist())
         return replace(self, **changed)
 
-    def _warn_of_slow_devices(self) -> None:
-        values = [getattr(self, name) for name in (*LAYER_SECONDS.values(), "overlapped")]
-        if any(isinstance(x, tuple) and len(set(x)) > 1 for x in values):
-            warn_caller(
-                "the seconds of devices differ, and all stages of a slow device are slow; if "
-                "layers of the model are slow, give per='layers' (costs.in_chunks, sweeps and "
-                "--per), which cuts the model in order of its layers",
-                CostsWarning,
-            )
+    def _seconds_that_differ(self) -> dict[str, tuple[float, ...]]:
+        """Return fields of seconds whose values differ."""
+        values = {name: getattr(self, name) for name in (*LAYER_SECONDS.values(), "overlapped")}
+        return {name: x for name, x in values.items() if isinstance(x, tuple) and len(set(x)) > 1}
 
     @classmethod
     def concatenate(

@@ -79,7 +79,8 @@ class Noise:
     Attributes
     ----------
     seed
-        Whole number. The same seed and scenario always give the same durations.
+        Whole number. The same seed and scenario always give the same durations. Constant factors
+        need none.
     task
         Factors of compute tasks, drawn for each task: one distribution, or one for each operation.
     device
@@ -124,11 +125,14 @@ class Noise:
     failures: Failures | None = None
 
     def __post_init__(self) -> None:
-        if self.seed is None:
-            raise ArgumentError("noise needs a seed, so that it can be repeated: Noise(seed=0)")
         drawn = {"device": self.device, "message": self.message}
         for name, value in {**distributions_by_name(self.task), **drawn}.items():
             check_distribution(name, value)
+        random = (self.task, self.device, self.message, self.failures)
+        if self.seed is None and any(part is not None for part in random):
+            raise ArgumentError(
+                "random noise needs a seed, so that it can be repeated: Noise(seed=0)"
+            )
         if self.failures is not None and not self._hit_every > 0:
             raise ArgumentError(
                 f"failures: every={self.failures.every!r} s of one GPU, over "
@@ -297,8 +301,7 @@ class Noise:
         >>> bool((noise.keys([7])[0] == noise.keys([3, 7])[1]).all())
         True
         """
-        assert self.seed is not None
-        return random_draws.keys(int(self.seed), scenarios)
+        return random_draws.keys(int(self.seed or 0), scenarios)
 
     def applied(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
         """Return the costs of one scenario: the seconds of each of its tasks.

@@ -270,7 +270,6 @@ def test_costs_of_devices_in_chunks() -> None:
     assert chunks.parameter_bytes == (1, 2, 2, 1)
     assert (chunks.output_bytes, chunks.launch, chunks.input_grad) == (3, 1, None)
     assert costs.in_chunks(ps.Placement.linear(2)).per_stage("forward", 2).tolist() == [4, 6]
-    assert costs.in_chunks(ps.Placement.bidirectional(2)).forward == (4, 6)
     with pytest.raises(CostsError, match="forward has 2 values for 3 devices"):
         costs.in_chunks(ps.Placement.linear(3))
 
@@ -292,6 +291,20 @@ def test_slow_layers_are_cut_in_their_order() -> None:
         ps.Costs((1, 2), 2).in_chunks(ps.Placement([0, 1, 0]), per="layers")
     with pytest.raises(UnknownNameError, match="unknown per 'layer'"):
         costs.in_chunks(ps.Placement.v_shaped(4), per="layer")  # type: ignore[arg-type]
+
+
+def test_a_stage_of_two_devices_has_no_cost_of_a_slow_one() -> None:
+    graph = ps.lower(ps.schedule("chimera", 4, 8))
+    placement = ps.Placement.bidirectional(4)
+    uneven = ps.Costs((2, 2, 3, 2), 4)
+    with pytest.raises(CostsError, match=r"forward differs .* Noise\(slow_devices="):
+        uneven.in_chunks(placement)
+    assert uneven.in_chunks(placement, per="layers").forward == (2, 2, 3, 2)
+
+    costs = ps.Costs((3, 2, 2, 3), (6, 4, 4, 6)).in_chunks(placement, per="device")
+    noise = ps.Noise(slow_devices={0: 1.5, 3: 1.5})
+    slow = ps.simulate(graph, ps.Costs(2, 4), noise=noise)
+    assert ps.simulate(graph, costs).makespan == slow.makespan
 
 
 def test_slow_devices_are_told_from_slow_layers() -> None:

@@ -441,7 +441,10 @@ def noise_of(**options: Any) -> ps.Noise:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ps.Noise(), r"noise needs a seed, so that it can be repeated: Noise\(seed=0\)"),
+        (
+            lambda: ps.Noise(device=Normal(0.1)),
+            r"random noise needs a seed, so that it can be repeated: Noise\(seed=0\)",
+        ),
         (lambda: ps.Noise(seed=-1), "seed must be at least 0, got -1"),
         (lambda: ps.Noise(seed=1.5), r"seed must be a whole number, got 1\.5 \(float\)"),
         (lambda: ps.Noise(seed=True), "seed must be a whole number, got True"),
