@@ -6,6 +6,8 @@ from __future__ import annotations
 MENU = """\
 import pipesim as ps
 
+# Each part takes about a second or less.
+
 # A schedule: which device runs which forward (F) and backward (B), in which order.
 ps.schedule("1f1b", n_devices=4, n_microbatches=8)
 

@@ -32,8 +32,6 @@ def _pixel() -> str:
 
 def _laid_out(figure: Figure, *_: Any, **__: Any) -> str:
     """Lay out a figure that a cell shows; return its image."""
-    if isinstance(engine := figure.get_layout_engine(), ConstrainedLayoutEngine):
-        _LAY_OUT(engine, figure)
     figure.draw_without_rendering()
     return _PIXEL
 
@@ -45,7 +43,6 @@ if __name__ == "__main__":
     os.chdir(sys.argv.pop(1))
     _PIXEL = _pixel()
     pylabtools.print_figure = _laid_out
-    _LAY_OUT = ConstrainedLayoutEngine.execute
     ConstrainedLayoutEngine.execute = lambda *_: None  # each legend lays out all panels of a figure
     mpl.rcParams["backend"] = "module://matplotlib_inline.backend_inline"  # figures go into cells
     runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
