@@ -155,8 +155,8 @@ def headings(outputs: Sequence[Any]) -> list[list[str]]:
     for text in texts(outputs):
         head = re.search("<thead>(.*?)</thead>", text, re.DOTALL)
         shown = re.sub("<[^>]*>", " ", head[1] if head else text)
-        found = re.findall(r"\b(?!True|False)[A-Za-z_]{2,}", shown)
-        words.append(found if head else found[:1])
+        names = re.findall(r"\b(?!True|False)[A-Za-z_]{2,}", shown)
+        words.append(names if head else names[:1])
     return words
 
 

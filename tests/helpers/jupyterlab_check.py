@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -115,6 +116,7 @@ def running_lab(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, **home},
+        start_new_session=True,
     )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -124,7 +126,7 @@ def running_lab(
         yield url
     finally:
         end_kernels(url)
-        process.terminate()
+        os.killpg(process.pid, signal.SIGTERM)  # the server too, which make starts
         process.wait(30)
 
 
