@@ -67,6 +67,8 @@ suppress_warnings = [
     "myst.domains",  # that of sphinx-argparse has no links without a role
 ]
 
+smartquotes = False  # "--" of an option stays as it is, and so do quotes of Python
+
 # Reference
 autosummary_generate = True
 autosummary_ignore_module_all = False
@@ -79,6 +81,7 @@ autodoc_preserve_defaults = (
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"  # beside the page, `load()` rather than `Timeline.load()`
 python_maximum_signature_line_length = 90
 maximum_signature_line_length = 90
 

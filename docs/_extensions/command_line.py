@@ -15,20 +15,23 @@ import pipesim.cli.arguments
 def pipesim_parser() -> argparse.ArgumentParser:
     """Return the parser of ``pipesim``, with the arguments of every command."""
     commands = pipesim.cli.COMMANDS
-    return without_epilogs(pipesim.cli.arguments.make_parser(commands, commands))
+    return for_pages(pipesim.cli.arguments.make_parser(commands, commands))
 
 
 def pipeexec_parser() -> argparse.ArgumentParser:
     """Return the parser of ``pipeexec``."""
-    return without_epilogs(pipeexec.cli.arguments.make_parser())
+    return for_pages(pipeexec.cli.arguments.make_parser())
 
 
-def without_epilogs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Leave out texts for a terminal, whose columns are no reStructuredText."""
+def for_pages(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Leave out texts for a terminal, whose columns are no reStructuredText, and empty defaults."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 command.epilog = None
+                command._optionals.title = "general"  # the builder would say "Named Arguments"
+                for option in command._actions:
+                    option.default = None if option.default == [] else option.default
     return parser
 
 

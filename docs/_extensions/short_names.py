@@ -91,8 +91,12 @@ ANNOTATED = re.compile(
 
 
 def without_checks(app: Any, what: Any, name: str, obj: Any, options: Any, *signature: Any) -> Any:
-    """Return a signature whose annotations are the types alone."""
-    return tuple(text and ANNOTATED.sub(r"\1", text) for text in signature)
+    """Return a signature whose annotations are the types alone, and whose defaults are Python.
+
+    Sphinx splits a signature at its commas, inside types too, if Python cannot parse it.
+    """
+    texts = (text and ANNOTATED.sub(r"\1", text) for text in signature)
+    return tuple(text and text.replace("<factory>", "...") for text in texts)
 
 
 #: A link from a page of source code to the page of an object.
