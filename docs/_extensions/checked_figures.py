@@ -12,7 +12,7 @@ from sphinx.errors import ExtensionError
 from sphinx_gallery.scrapers import figure_rst, matplotlib_scraper
 
 #: Dots an inch of animations: their frames are not compressed well.
-DPI = 120
+DPI = 100
 
 
 def keep(block: Any, variables: dict[str, Any], conf: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from pipeexec.devices.device import Device
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError
-from pipesim.plot.figure_style import Inches
+from pipesim.plot.figure_style import Inches, line_colours
 from pipesim.plot.paper_figure import (
     LegendPlace,
     add_legend,
@@ -98,16 +98,19 @@ class Allocated:
         sign, scale = time_unit(last)
         most = float(max([1, *self.frame["nbytes"], *prediction["nbytes"]]))
         size_sign, size = byte_unit(most)
+        gpus = list(dict.fromkeys(self.devices))
         for kind, frame, style in (("measured", self.frame, "-"), ("predicted", prediction, "--")):
-            for number, gpu in enumerate(dict.fromkeys(frame["gpu"])):
+            for gpu, colour in zip(gpus, line_colours(len(gpus)), strict=True):
                 rows = frame[frame["gpu"] == gpu]
+                if not len(rows):
+                    continue
                 (line,) = ax.step(
                     np.append(rows["time"], last) * scale,
                     np.append(rows["nbytes"], rows["nbytes"].iloc[-1]) / size,
                     where="post",
                     marker="",
                     linestyle=style,
-                    color=f"C{number}",
+                    color=colour,
                     label=f"{gpu}, {kind}",
                 )
                 line.set_gid(f"{kind}:{gpu}")

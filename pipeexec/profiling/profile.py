@@ -21,11 +21,12 @@ from pipeexec.run_directory import (
 from pipesim.costs.costs import Costs
 from pipesim.errors import RunDirectoryError, number
 from pipesim.ops import Op
-from pipesim.plot.figure_style import Inches, current_style
+from pipesim.plot.figure_style import Inches, current_style, text_points
 from pipesim.plot.paper_figure import (
     LegendPlace,
     add_legend,
     axes_or_new,
+    axes_size,
     figure_with_axes,
     label,
     save,
@@ -256,6 +257,8 @@ def plot_transfers(
     seconds = transfers[list(STATES)].to_numpy(np.float64)
     unit, scale = time_unit(float(seconds.min(initial=1.0)))
     ax.set_xscale("log", base=2)
+    n_ticks = max(2, int(axes_size(ax)[0] // (4.5 * text_points())))
+    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=n_ticks))
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:g}")

@@ -113,8 +113,8 @@ def _draw_boxes(ax: Axes, graph: AutogradGraph, layout: AutogradLayout) -> dict[
     handles: dict[str, Any] = {
         f"partition {j}": Patch(fc=table[j], ec=INK, lw=0.5) for j in partitions
     }
-    if any(box.is_recompute for box in layout.boxes):
-        handles["recompute"] = Patch(fc="#DDDDDD", ec="white", hatch=recompute_hatch(), lw=0)
+    if (hatch := recompute_hatch()) and any(box.is_recompute for box in layout.boxes):
+        handles["recompute"] = Patch(fc="#DDDDDD", ec="white", hatch=hatch, lw=0)
     if any(arrow.is_phony for arrow in layout.arrows):
         colour, style, width = edge_style(True)
         handles["from fork to join"] = Line2D([], [], color=colour, ls=style, lw=width)

@@ -12,7 +12,13 @@ from pipesim.analysis.idle import CAUSES, idle_by_cause
 from pipesim.analysis.idle_gaps import Cause
 from pipesim.errors import ArgumentError, check_list, check_name, check_numbers, number
 from pipesim.ops import Op
-from pipesim.plot.figure_style import Inches, current_style, shown_name, text_points
+from pipesim.plot.figure_style import (
+    Inches,
+    current_style,
+    line_colours,
+    shown_name,
+    text_points,
+)
 from pipesim.plot.palette import INK, rgb, text_colours
 from pipesim.plot.paper_figure import (
     GREY,
@@ -75,18 +81,14 @@ def memory(
     sign, scale = time_unit(timeline.makespan, unit)
     size_sign, size = byte_unit(float(held["nbytes"].max()))
     ax = axes_or_new(ax, 6, height)
-    from pipesim.utils.packages import matplotlib as mpl
-
     n_devices = timeline.n_devices
-    colour_map, shades = ("grey", 0.7) if current_style().grey else ("viridis", 0.85)
-    colours = mpl.colormaps[colour_map]
-    for device in range(n_devices):
+    for device, colour in enumerate(line_colours(n_devices)):
         rows = held[held["device"] == device]
         (line,) = ax.step(
             np.append(rows["time"], timeline.makespan) * scale,
             np.append(rows["nbytes"], rows["nbytes"].iloc[-1]) / size,
             where="post",
-            color=colours(shades * device / max(1, n_devices - 1)),
+            color=colour,
             linestyle=_DASHES[device % len(_DASHES)] if n_devices <= FEW else "-",
             marker="",
             linewidth=1.4 if n_devices <= FEW else 0.8,

@@ -218,6 +218,15 @@ def current_style() -> Style:
     return _CURRENT.get()
 
 
+def line_colours(n_lines: int) -> list[Any]:
+    """Return colours of the lines of as many devices; later ones are lighter."""
+    from pipesim.utils.packages import matplotlib as mpl
+
+    name, lightest = ("grey", 0.7) if current_style().grey else ("viridis", 0.85)
+    colours = mpl.colormaps[name]
+    return [colours(lightest * line / max(1, n_lines - 1)) for line in range(n_lines)]
+
+
 def unfinished_colour() -> str:
     """Return the colour of outlines of tasks that never ended, and of phony edges."""
     return "#3A3A3A" if current_style().grey else UNFINISHED
@@ -226,7 +235,7 @@ def unfinished_colour() -> str:
 def device_colours(n_devices: int) -> Floats:
     """Return red, green, blue (0..1) of each device: eight colours, repeated, or as many greys."""
     if current_style().grey:
-        return np.repeat(np.linspace(0.93, 0.55, n_devices)[:, None], 3, axis=1)
+        return np.repeat(np.linspace(0.85, 0.55, n_devices)[:, None], 3, axis=1)
     colours: Floats = rgb(DEVICES[k % len(DEVICES)] for k in range(n_devices))
     return colours
 

@@ -169,9 +169,8 @@ def legend_handles(graph: TaskGraph, layout: GraphLayout, labels: bool) -> dict[
     handles: dict[str, Any] = {}
     ops, parts = graph.op[layout.tasks], graph.part[layout.tasks]
     labels_of_ops = current_style().operations
-    if (ops == Op.R).any():
-        handles[labels_of_ops[Op.R]] = Patch(fc="#DDDDDD", ec="white", hatch=recompute_hatch(),
-                                             lw=0)  # fmt: skip
+    if (hatch := recompute_hatch()) and (ops == Op.R).any():
+        handles[labels_of_ops[Op.R]] = Patch(fc="#DDDDDD", ec="white", hatch=hatch, lw=0)
     if (graph.is_op(TRANSFERS)[layout.tasks]).any():
         handles["> sends, < receives"] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
     shown = set(zip(ops.tolist(), parts.tolist(), strict=True))

@@ -251,8 +251,9 @@ def _legend_columns(labels: list[str], size: float, width: float, handle: float)
     widths = [text_width(text, size) + (handle + TO_TEXT + BETWEEN) * size for text in labels]
     for n_lines in range(1, len(labels)):
         columns = math.ceil(len(labels) / n_lines)
-        # matplotlib fills columns in this way.
-        if sum(part.max() for part in np.array_split(widths, columns)) - BETWEEN * size <= width:
+        # matplotlib fills columns in this way; its letters are a little wider on a raster.
+        total = sum(part.max() for part in np.array_split(widths, columns))
+        if 1.03 * (total - (BETWEEN - 0.6) * size) <= width:  # 0.6: the space around a legend
             return columns
     return 1
 
