@@ -55,7 +55,15 @@ def device_orders(
         for stage, op, microbatch, *_ in order:
             assert microbatch is not None
             numbers.setdefault((stage, op, int(paths[microbatch])), []).append(microbatch)
-        if not by_number or all(x == sorted(x) for x in numbers.values()):
+        if by_number and any(x != sorted(x) for x in numbers.values()):
+            continue
+        rank = {(stage, op, microbatch): k for k, (stage, op, microbatch, *_) in enumerate(order)}
+        if all(
+            rank[a, Op.F, m] < rank[b, Op.F, m] and rank[b, steps[1], m] < rank[a, steps[1], m]
+            for a, b in placement.edges or ()
+            for m in range(n_microbatches)
+            if (a, Op.F, m) in rank and (b, Op.F, m) in rank
+        ):
             orders.append(order)
     return orders
 
