@@ -98,6 +98,7 @@ _SLOW = {
     Fault("kill", 1, "1REDUCE_GRAD", devices=2, replicas=2),
     Fault("raise", 1, "0B1", devices=2, replicas=2),
     Fault("raise", 1, "1R2", recompute="always"),
+    Fault("raise", 1, "1W2", schedule="zb_h1"),
 }
 assert CASES.keys() >= _SLOW
 RUN = [fault for fault in CASES if EVERY_CASE or fault not in _SLOW]
