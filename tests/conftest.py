@@ -34,7 +34,7 @@ settings.register_profile(
     "project",
     parent=settings(),
     deadline=None,
-    max_examples=6,
+    max_examples=4,
     phases=set(Phase) - {Phase.explain},  # which traces every line, and takes as long as the rest
 )
 settings.register_profile("fuzz", parent=settings.get_profile("project"), max_examples=100)
