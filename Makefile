@@ -114,9 +114,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
-# In a new environment, each of the three workers would compile torch and rewrite the assertions of all tests.
+# In a new environment, each of the three workers would compile torch and rewrite the assertions of all tests, and
+# wait for kernels that another one compiles.
 $(BYTECODE): $(STAMP)
 	-$(BIN)/python -m pytest --collect-only -q > /dev/null
+	-$(BIN)/python tests/helpers/kernels.py
 	touch $@
 
 $(NOTEBOOK): $(STAMP)

@@ -1,4 +1,8 @@
-"""Run every kernel as Python, or compiled, however little work it has."""
+"""Run every kernel as Python, or compiled, however little work it has.
+
+``python tests/helpers/kernels.py`` compiles most kernels into the cache on disk. `make test` does
+so while linters run.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from places import ROOT
 
-import pipesim  # noqa: F401  # its modules are looked through
+import pipesim as ps
+from pipesim.simulation import LogNormal
 from pipesim.utils.jit import Kernel
 
 
@@ -85,3 +91,27 @@ def compile_in_turn() -> None:
                     depth[0] -= 1
 
     Dispatcher.compile = wait_and_compile
+
+
+def _use_kernels() -> None:
+    """Call what most tests call; nothing is equal, so that no shortcut is taken."""
+    schedule = ps.schedule("1f1b", 3, 6)
+    costs = ps.Costs((1, 2, 3), 2, activation_bytes=1, network=ps.Network(latency=1, bandwidth=1))
+    graph = ps.lower(schedule, n_replicas=2)
+    noise = ps.Noise(task=LogNormal(0.1), seed=1)
+    for timeline in (ps.simulate(graph, costs), ps.simulate(graph, costs, noise=noise)):
+        timeline.memory.peak  # noqa: B018
+        timeline.why.idle_by_cause()
+        timeline.why.critical_path()
+        timeline.why.lower_bound  # noqa: B018
+    ps.simulate_many(graph, costs, noise, 2, n_jobs=1, progress=False)
+    split = ps.Costs((1, 2, 3, 1, 2, 3), input_grad=2, weight_grad=1)
+    ps.verify(ps.schedule("v_min", 3, 6, costs=split))
+    ps.optimize(ps.Placement.linear(3), 6, costs, 4, evaluations=50, progress=False)
+    shared = ps.Link(0, 1, ((0, 1), (1, 2)))
+    ps.simulate(ps.lower(schedule), replace(costs, network=ps.Network(links=(shared,))))
+
+
+if __name__ == "__main__":
+    with compiled():
+        _use_kernels()
