@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.errors import (
     ArgumentError,
@@ -230,6 +231,27 @@ def line_colours(n_lines: int) -> list[Any]:
 def unfinished_colour() -> str:
     """Return the colour of outlines of tasks that never ended, and of phony edges."""
     return "#3A3A3A" if current_style().grey else UNFINISHED
+
+
+def whiteness(chunk: NDArray[Any]) -> Floats:
+    """Return the share of white in each chunk's colour, 0..1; later chunks are lighter.
+
+    Greys become less light, so that an operation's later chunks are no other operation's grey.
+    """
+    one, most = (0.3, 0.3) if current_style().grey else (0.5, 0.75)
+    return chunk.astype(np.float64) * min(one, most / max(1, int(chunk.max(initial=0))))
+
+
+def shades(op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0) -> Floats:
+    """Return red, green, blue (0..1) of each task, of its operation and its chunk.
+
+    ``tint`` is the share of white to mix in besides, 0..1.
+    """
+    palette = current_style().palette
+    table = rgb(palette[operation] for operation in Op)
+    strength = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
+    colours: Floats = 1 - strength * (1 - table[op])
+    return colours
 
 
 def device_colours(n_devices: int) -> Floats:

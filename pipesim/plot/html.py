@@ -16,7 +16,7 @@ from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
-from pipesim.plot.figure_style import current_style
+from pipesim.plot.figure_style import current_style, shades
 from pipesim.plot.html_tables import (
     CELL,
     HEAD,
@@ -30,7 +30,7 @@ from pipesim.plot.html_tables import (
     table_html,
 )
 from pipesim.plot.page.save import packed_page, page_html
-from pipesim.plot.palette import chunks, format_error, shades
+from pipesim.plot.palette import chunks, format_error
 from pipesim.plot.paper_figure import figure_with_axes
 from pipesim.plot.timelines import ROWS_PER_DEVICE
 from pipesim.scheduling.schedule import Schedule
@@ -64,9 +64,7 @@ def schedule_html(schedule: Schedule) -> str:
     check_type("schedule", schedule, Schedule)
     columns, problem = _columns(schedule)
     shown = min(int(columns.max(initial=-1)) + 1, MAX_CYCLES)
-    colours = shades(
-        schedule.op, chunks(schedule.device, schedule.stage), palette=current_style().palette
-    )
+    colours = shades(schedule.op, chunks(schedule.device, schedule.stage))
     rows = []
     for device in range(min(schedule.n_devices, MAX_DEVICES)):
         cells = {

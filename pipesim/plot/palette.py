@@ -1,4 +1,4 @@
-"""Colours, hatches and names of operations in figures and tables, and shades of chunks."""
+"""Colours, hatches and names of operations in figures and tables, and chunks of devices."""
 
 from __future__ import annotations
 
@@ -144,33 +144,11 @@ def n_chunks(graph: TaskGraph) -> int:
     return 1 + int(chunks(graph.device, graph.stage).max(initial=0))
 
 
-def whiteness(chunk: NDArray[Any]) -> Floats:
-    """Return the share of white in each chunk's colour, 0..1; later chunks are lighter."""
-    step = min(0.5, 0.75 / max(1, int(chunk.max(initial=0))))
-    return chunk.astype(np.float64) * step
-
-
 def outline(colour: str) -> str:
     """Return the colour of the outline of a box: a pale box has a darker one."""
     values = rgb([colour])[0]
     red, green, blue = np.round(255 * values * (0.82 if luminance(values) > 0.65 else 1)).tolist()
     return f"#{int(red):02X}{int(green):02X}{int(blue):02X}"
-
-
-def shades(
-    op: NDArray[Any],
-    chunk: NDArray[Any],
-    tint: float = 0.0,
-    palette: Mapping[Op, str] = PALETTE,
-) -> Floats:
-    """Return red, green, blue (0..1) of each task, of its operation and its chunk (see `chunks`).
-
-    ``tint`` is the share of white to mix in besides, 0..1.
-    """
-    table = rgb(palette[operation] for operation in Op)
-    strength = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
-    colours: Floats = 1 - strength * (1 - table[op])
-    return colours
 
 
 def text_colours(colours: Floats) -> list[str]:

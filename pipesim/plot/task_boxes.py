@@ -20,16 +20,14 @@ from numpy.typing import NDArray
 from pipesim.graph.dependencies import overlapped_pairs
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, SENDS, Op, part_letter
-from pipesim.plot.figure_style import current_style, unfinished_colour
+from pipesim.plot.figure_style import current_style, shades, unfinished_colour, whiteness
 from pipesim.plot.fitting_labels import MicrobatchNumbers, points_per_unit
 from pipesim.plot.palette import (
     INK,
     chunks,
     n_chunks,
     outline,
-    shades,
     text_colours,
-    whiteness,
 )
 from pipesim.plot.timelines import TaskLanes
 from pipesim.timeline.timeline import Timeline
@@ -87,7 +85,7 @@ class TaskBoxes:
             # A compute task that takes no time is not drawn.
             np.flatnonzero(started & (end == start) & ~graph.on_compute),
             np.flatnonzero(unfinished),
-            shades(graph.op, chunks(graph.device, graph.stage), tint, current_style().palette),
+            shades(graph.op, chunks(graph.device, graph.stage), tint),
             narrow * points_per_unit(ax)[0],
         )
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
-from pipesim.plot.figure_style import current_style
-from pipesim.plot.palette import chunks, shades, text_colours
+from pipesim.plot.figure_style import shades
+from pipesim.plot.palette import chunks, text_colours
 
 #: Place and encoding of a column, as JSON.
 Spec = dict[str, Any]
@@ -165,7 +165,7 @@ def _looks(writer: ColumnWriter, graph: TaskGraph) -> Spec:
     if not len(kinds):
         return {"fill": [], "text": [], "of_kind": writer.integers(kinds.op)}
     colours, index = np.unique(
-        shades(kinds.op, chunks(kinds.device, kinds.stage), palette=current_style().palette),
+        shades(kinds.op, chunks(kinds.device, kinds.stage)),
         axis=0,
         return_inverse=True,
     )

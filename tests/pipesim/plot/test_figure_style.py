@@ -18,6 +18,7 @@ from matplotlib.colors import to_rgb
 from pipesim import plot
 from pipesim.errors import ArgumentError, UnknownNameError
 from pipesim.ops import Op
+from pipesim.plot.figure_style import shades
 from pipesim.plot.palette import luminance, rgb
 from pipesim.plot.task_boxes import BUBBLE
 
@@ -113,6 +114,14 @@ def test_forward_backward_gradients_and_bubbles_differ_in_grey(grey: bool) -> No
         low, high = sorted((luminance(rgb([first, second])) + 0.05).tolist())
         assert high / low >= 1.3, (one, other)
     assert set(palette) == set(Op)
+
+
+def test_chunks_differ_in_grey() -> None:
+    """F and B of two chunks and the bubble have a contrast of 1.25 between any two."""
+    with plot.style(grey=True):
+        boxes = shades(np.array([Op.F, Op.F, Op.B, Op.B]), np.array([0, 1, 0, 1]))
+    levels = np.sort(luminance(np.vstack([boxes, rgb([BUBBLE])])) + 0.05)
+    assert (levels[1:] / levels[:-1]).min() >= 1.25
 
 
 def test_a_style_of_greys_has_no_colour() -> None:

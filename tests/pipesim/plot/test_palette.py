@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipesim.ops import Op
+from pipesim.plot import figure_style
 from pipesim.plot import palette as style
 from pipesim.plot.task_boxes import BUBBLE, GREY
 
@@ -73,7 +74,7 @@ def lab(colours: Floats, vision: str) -> Floats:
 
 def chunk_greys() -> Floats:
     """Return the greys of two chunks in legends, on white, and the bubble's."""
-    white = style.whiteness(np.arange(2))
+    white = figure_style.whiteness(np.arange(2))
     greys = [(1 - share) * rgb(GREY) + share for share in white]
     return np.array([*greys, rgb(BUBBLE)])
 
@@ -97,14 +98,14 @@ def test_optimizer_steps_resemble_no_other_operation_and_no_page(vision: str) ->
 @pytest.mark.parametrize("vision", VISIONS)
 def test_optimizer_steps_are_not_grey(vision: str) -> None:
     """Nor are those of the second of two chunks: legends have greys for chunks."""
-    steps = style.shades(np.full(2, Op.STEP), np.arange(2))
+    steps = figure_style.shades(np.full(2, Op.STEP), np.arange(2))
     distances = lab(steps, vision)[:, None] - lab(chunk_greys(), vision)
     assert np.linalg.norm(distances, axis=-1).min() > 10
 
 
 def test_text_on_optimizer_steps_is_legible() -> None:
     """Contrast of at least 4.5, as WCAG 2.1 asks for."""
-    steps = style.shades(np.full(2, Op.STEP), np.arange(2))
+    steps = figure_style.shades(np.full(2, Op.STEP), np.arange(2))
     ink = np.array([rgb(colour) for colour in style.text_colours(steps)])
     weights = np.array([0.2126, 0.7152, 0.0722])
     pair = np.sort(np.stack([linear(steps) @ weights, linear(ink) @ weights]), axis=0) + 0.05

@@ -29,6 +29,7 @@ import pipesim as ps
 from pipesim import plot
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.ops import SENDS, TRANSFERS, Op
+from pipesim.plot import figure_style
 from pipesim.plot import palette as style
 from pipesim.utils.texts import format_bytes, format_time
 
@@ -41,12 +42,12 @@ def test_every_op_has_a_colour_of_its_own_and_a_label() -> None:
 
 
 def test_forward_and_backward_differ_in_print_without_colour() -> None:
-    grey = style.shades(np.array([Op.F, Op.B]), np.zeros(2, int)) @ [0.299, 0.587, 0.114]
+    grey = figure_style.shades(np.array([Op.F, Op.B]), np.zeros(2, int)) @ [0.299, 0.587, 0.114]
     assert abs(grey[0] - grey[1]) > 0.1
 
 
 def test_later_chunks_are_lighter() -> None:
-    colours = style.shades(np.full(4, Op.B), np.arange(4))
+    colours = figure_style.shades(np.full(4, Op.B), np.arange(4))
     assert (np.diff(colours, axis=0) > 0).all()
     assert (colours < 1).all()
 
