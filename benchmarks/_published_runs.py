@@ -194,7 +194,10 @@ def _order(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if chunks > 1:
         yield from (("schedule", "interleaved_1f1b"), ("n_chunks", chunks))
     if run["pp"] > 1:
-        yield "layers_per_stage", run.get("layers", run.get("layout", "balanced"))
+        layout = run.get("layout", "balanced")
+        if "layout" in run and "m" not in layout:  # prediction of further tokens is on the last
+            layout = layout.replace("L", "m" * run.get("mtp", 0) + "L")
+        yield "layers_per_stage", run.get("layers", layout)
 
 
 def _network(run: Mapping[str, Any], nic_efficiency: float) -> ps.Network:

@@ -91,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # SIGPIPE" in the documentation of Python's signal module.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:
-        print("pipesim: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as end:
+        print(f"pipesim: interrupted{end}", file=sys.stderr)
         return 130
     except (PipeError, OSError, MemoryError, OverflowError) as error:
         first, *more = str(error).splitlines() or [type(error).__name__]

@@ -479,7 +479,7 @@ def plan(args: argparse.Namespace) -> None:
     cluster = Cluster.from_dict(cluster)
     plans = find_plans(model, cluster, n_best=n_best, **settings, progress=sys.stderr.isatty())
     if not plans.complete and not len(plans):
-        raise KeyboardInterrupt  # before the first configuration was simulated
+        raise KeyboardInterrupt(" before the first configuration was simulated: there is no plan")
     write_scatter(args.plot, plans.plot, _WIDTH)
     if args.csv:
         plans.to_csv(args.csv)

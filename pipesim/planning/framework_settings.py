@@ -48,10 +48,13 @@ class TrainerSettings:
         ``choice.layers_per_stage`` says all.
     schedule_csv
         File with the order of the pipeline; empty for the named schedule of ``choice``.
+    bytes_per_gradient, optimizer_bytes_per_parameter
+        Bytes of a summed gradient and of the optimizer's state, for `pipesim.Transformer`.
+        Megatron-LM sums in 4 bytes with bfloat16, unless ``--grad-reduce-in-bf16`` is given.
+        Settings of torchtitan do not give them: they are then those of a `pipesim.Transformer`.
     ignored
         Flags or settings that do not change the tasks, or that are not known. Sizes of the model
-        are among them: give them to `pipesim.Transformer`. Megatron-LM sums gradients in 32 bits,
-        ``bytes_per_gradient=4``, without ``--grad-reduce-in-bf16``.
+        are among them: give them to `pipesim.Transformer`.
 
     Examples
     --------
@@ -64,7 +67,7 @@ class TrainerSettings:
     <TrainerSettings tp1 pp4 dp1, interleaved_1f1b x2, 8 micro-batches of 1; 4(x8) layers by stage>
     >>> float(ps.simulate(settings.graph, ps.Costs(1, 2)).bubble_fraction)
     0.15789473684210525
-    >>> model = ps.Transformer.preset("llama3_8b")
+    >>> model = ps.Transformer.preset("llama3_8b", bytes_per_gradient=settings.bytes_per_gradient)
     >>> model.costs(gpu="h100_sxm", **settings.cost_options).per_stage("forward", 8).shape
     (8,)
     """
@@ -80,6 +83,8 @@ class TrainerSettings:
     mtp_layers: int = 0
     stage_layout: str = ""
     schedule_csv: str = ""
+    bytes_per_gradient: float = 2.0
+    optimizer_bytes_per_parameter: float = 12.0
     ignored: tuple[str, ...] = ()
 
     @cached_property

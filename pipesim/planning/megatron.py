@@ -16,7 +16,6 @@ from typing import get_args
 from pipesim.costs.layer_split import layout_modules, read_layout, write_layout
 from pipesim.errors import ArgumentError, check_count, check_list, check_name
 from pipesim.framework.framework import (
-    BEST_CASE,
     Framework,
     FusedSums,
     GatherParameters,
@@ -25,7 +24,9 @@ from pipesim.framework.framework import (
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.framework_options import LAYOUT_OF_RANKS, FrameworkOptions
 from pipesim.lowering.parameter_shards import ShardParameters
+from pipesim.models.parallel import Parallel
 from pipesim.models.precision import Precision
+from pipesim.models.transformer import Transformer
 from pipesim.named_schedules.patterns import Merged
 from pipesim.planning.choice import PlanChoice, layer_by_layer
 from pipesim.planning.framework_settings import TrainerSettings, replicas_of, whole_number
@@ -64,6 +65,25 @@ _FSDP = [
     "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params",
     "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor",
 ]  # fmt: skip
+#: Flags of the bytes of a summed gradient, by the parameters' format, or of Megatron-FSDP.
+_GRADIENTS: Mapping[str, Mapping[float, tuple[str, ...]]] = {
+    "bf16": {2: ("--grad-reduce-in-bf16",), 4: ()},
+    "fp16": {2: (), 4: ("--accumulate-allreduce-grads-in-fp32",)},
+    "fsdp": {2: (), 4: ("--megatron-fsdp-main-grads-dtype", "fp32")},
+}
+#: Flags of the bytes of both moments of Adam.
+_PRECISION_AWARE = "--use-precision-aware-optimizer"
+_MOMENTS: Mapping[float, tuple[str, ...]] = {
+    8: (_PRECISION_AWARE,),
+    4: (_PRECISION_AWARE, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+    2: (_PRECISION_AWARE, "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"),
+}
+#: Formats with which the precision-aware optimizer holds those 2 of 4 bytes of a parameter that
+#: bfloat16 lacks (``store_param_remainders``): Transformer Engine's Adam casts them itself.
+_REMAINDERS = ("bf16", "nvfp4")
+#: Exchanges of tokens, of keys and values.
+_DISPATCHERS = {"direct": "alltoall", "hierarchical": "flex"}  # flex: DeepEP
+_CONTEXT = {"ring": "p2p", "all_gather": "allgather", "all_to_all": "a2a"}
 #: Modules whose inputs are offloaded; with those of experts, nearly all activations of a layer.
 OFFLOADED = (
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
@@ -71,14 +91,15 @@ OFFLOADED = (
 
 
 def megatron_flags(
-    choice: PlanChoice, global_batch: int, layout: Layout, exchange: FrameworkOptions, *,
-    has_experts: bool = False, framework: Framework = BEST_CASE, precision: Precision | None = None,
-    flash_attention: bool = True, mtp_layers: int = 0,
+    choice: PlanChoice, global_batch: int, layout: Layout, exchange: FrameworkOptions,
+    model: Transformer | None = None, parallel: Parallel | None = None,
 ) -> str:  # fmt: skip
     """Return the flags of a configuration; see `Plan.to_megatron`.
 
-    ``precision``: None if it is unknown. Of the framework, collectives behind products have a flag.
+    ``model`` is None for measured layers, whose bytes and number formats are not known.
     """
+    parallel = parallel or Parallel(microbatch_size=1, flash_attention=True)
+    framework, has_experts = parallel.framework, model is not None and model.n_experts > 0
     _check(choice)
     _check_sharing(choice, has_experts)
     t = choice.tensor_parallel
@@ -86,6 +107,8 @@ def megatron_flags(
     flags += ["--pipeline-model-parallel-size", str(choice.pipeline_parallel)]
     if choice.context_parallel > 1:
         flags += ["--context-parallel-size", str(choice.context_parallel)]
+        if parallel.context_exchange != "ring":
+            flags += ["--cp-comm-type", _CONTEXT[parallel.context_exchange]]
     if choice.expert_parallel > 1:
         flags += ["--expert-model-parallel-size", str(choice.expert_parallel)]
     if choice.expert_tensor_parallel:
@@ -94,6 +117,7 @@ def megatron_flags(
     if choice.is_layer_by_layer:
         pass  # Megatron-FSDP gathers layer by layer
     elif len(set(sizes)) > 1:
+        mtp_layers = 0 if model is None else model.mtp_layers
         flags += ["--pipeline-model-parallel-layout", write_layout(sizes, mtp_layers=mtp_layers)]
     elif choice.n_chunks > 1:  # one even stage a device needs no flag
         flags += ["--num-layers-per-virtual-pipeline-stage", str(sizes[0])]
@@ -102,12 +126,18 @@ def megatron_flags(
     splits = choice.sequence_parallel and t > 1
     flags += ["--sequence-parallel"] * splits
     flags += ["--tp-comm-overlap"] * (splits and framework.tensor_overlap == "userbuffers")
-    flags += _PRECISION[precision] if precision else ()
-    flags += [] if flash_attention else ["--attention-backend", "unfused"]
+    if model is not None:
+        flags += [*_PRECISION[parallel.precision], *_bytes_flags(model, choice, parallel)]
+    if has_experts or choice.expert_parallel > 1:
+        flags += _expert_flags(choice, parallel)
+    flags += [] if parallel.flash_attention else ["--attention-backend", "unfused"]
+    if parallel.fused_loss:
+        flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
     flags += _RECOMPUTE[choice.recompute]
     if choice.recompute == "selective" and framework.recompute_modules != ("core_attn",):
         flags += ["--recompute-modules", *_modules(framework)]
-    flags += ["--use-distributed-optimizer"] * (choice.optimizer_shares > 1)
+    is_shared = choice.optimizer_shares > 1 or _PRECISION_AWARE in flags
+    flags += ["--use-distributed-optimizer"] * is_shared
     gathers = exchange.gather_parameters == "before_forward"
     reduces = exchange.grad_sync == "bucketed"
     blocks = choice.n_chunks > 1 and exchange.blocking_messages
@@ -123,6 +153,60 @@ def megatron_flags(
     is_replica_major = layout == "replica_major" and choice.layout_matters
     flags += ["--use-tp-pp-dp-mapping"] * is_replica_major
     return shlex.join(flags)
+
+
+def _bytes_flags(model: Transformer, choice: PlanChoice, parallel: Parallel) -> list[str]:
+    """Return the flags of the bytes of gradients and of the optimizer's state.
+
+    Raise `ArgumentError` for bytes that no flags make: a run would need another memory.
+    """
+    precision, framework = parallel.precision, parallel.framework
+    names = ("bytes_per_parameter", "bytes_per_activation")
+    if other := {name: n for name in names if (n := getattr(model, name)) != 2}:
+        got = " and ".join(f"{name}={n:g}" for name, n in other.items())
+        raise ArgumentError(
+            f"Megatron-LM holds parameters and activations in 2 bytes with {precision}; the model "
+            f"has {got}; plan with a model with 2"
+        )
+    half = "fp16" if precision == "fp16" else "bf16"
+    sums = _GRADIENTS["fsdp" if choice.shards_parameters else half]
+    if model.bytes_per_gradient not in sums:
+        raise ArgumentError(
+            "Megatron-LM sums gradients in 2 or 4 bytes; the model has bytes_per_gradient="
+            f"{model.bytes_per_gradient:g}; plan with a model with one of these"
+        )
+    flags = list(sums[model.bytes_per_gradient])
+    held = model.optimizer_bytes_per_parameter - (4 - framework.master_bytes)
+    if held == 12:
+        return flags
+    master = 2 if precision in _REMAINDERS else 4
+    is_alone = choice.optimizer_shares == 1 < choice.data_parallel
+    if held - master not in _MOMENTS or choice.shards_parameters or is_alone:
+        sizes = "12" if choice.shards_parameters or is_alone else ", ".join(
+            f"{n:g}" for n in (12, *(master + n for n in _MOMENTS))
+        )  # fmt: skip
+        raise ArgumentError(
+            f"Megatron-LM holds {sizes} bytes a parameter in the optimizer with {precision}"
+            f"{' if replicas do not share it' * is_alone}, and the plan has {held:g}: "
+            f"optimizer_bytes_per_parameter={model.optimizer_bytes_per_parameter:g} of the model, "
+            f"less 4 - master_bytes={framework.master_bytes:g} of the framework; change one of them"
+            f"{', or plan with shard_optimizer=True' * is_alone}"
+        )
+    return [*flags, *_MOMENTS[held - master]]
+
+
+def _expert_flags(choice: PlanChoice, parallel: Parallel) -> list[str]:
+    """Return the flags of the kernels of experts and of the exchange of their tokens.
+
+    By default Megatron-LM gathers all tokens, and multiplies expert by expert.
+    """
+    framework = parallel.framework
+    flags = ["--moe-token-dispatcher-type", _DISPATCHERS[parallel.expert_exchange]]
+    flags += ["--moe-grouped-gemm"] * (framework.expert_products != "sequential")
+    flags += ["--moe-permute-fusion"] * framework.fused_permute
+    flags += ["--moe-router-fusion"] * framework.fused_router
+    overlaps = framework.shared_expert_overlap and not choice.merged
+    return flags + ["--moe-shared-expert-overlap"] * overlaps
 
 
 def _modules(framework: Framework) -> tuple[str, ...]:
@@ -330,7 +414,9 @@ def read_megatron(
     if reason := _merged_reason(choice):
         raise ArgumentError(f"flags: {_MERGED} merges F and B {reason}; leave it out")
     grad_sync, gather_parameters = _exchange(read, choice)
-    framework = _framework(read)
+    precision = _precision(read)
+    optimizer_bytes, master_bytes = _optimizer_bytes(read, precision)
+    framework = replace(_framework(read), master_bytes=master_bytes)
     return TrainerSettings(
         choice,
         batch,
@@ -339,8 +425,10 @@ def read_megatron(
         gather_parameters=gather_parameters,
         framework=framework,
         flash_attention=_fuses_attention(read),
-        precision=_precision(read),
+        precision=precision,
         mtp_layers=mtp_layers,
+        bytes_per_gradient=_gradient_bytes(read, precision),
+        optimizer_bytes_per_parameter=optimizer_bytes,
         stage_layout=stage_layout,
         ignored=_checked_rest(read),
     )
@@ -492,7 +580,14 @@ def _framework(read: Flags) -> Framework:
         grad_sync="bucketed" if reduces else "last",
         gather_parameters="before_forward" if gathers else "after_step",
     )
-    if "--num-experts" not in read:
+    dispatcher = read.text("--moe-token-dispatcher-type", "allgather")
+    check_name("flags: --moe-token-dispatcher-type", dispatcher, ("allgather", "alltoall", "flex"))
+    if dispatcher == "allgather" and read.size("--expert-model-parallel-size") > 1:
+        raise ArgumentError(
+            "flags: --expert-model-parallel-size needs --moe-token-dispatcher-type alltoall or "
+            "flex: by default Megatron-LM gathers all tokens, which costs here do not have"
+        )
+    if "--num-experts" not in read and "--moe-token-dispatcher-type" not in read:
         return framework
     return replace(
         framework,
@@ -533,6 +628,34 @@ def _precision(read: Flags) -> Precision:
         check_name("flags: --fp8-recipe", recipe, ("tensorwise", "delayed", "blockwise", "mxfp8"))
         return "mxfp8" if recipe == "mxfp8" else "fp8"
     return "fp16" if halves == ["--fp16"] else "bf16"
+
+
+def _gradient_bytes(read: Flags, precision: Precision) -> float:
+    """Return the bytes of a summed gradient: 4 with bfloat16, and 2 with float16, by default."""
+    fsdp = read.text("--megatron-fsdp-main-grads-dtype", "auto")
+    half = read.switch("--grad-reduce-in-bf16") or read.text("--main-grads-dtype") == "bf16"
+    whole = read.switch("--accumulate-allreduce-grads-in-fp32")
+    if read.switch("--use-megatron-fsdp"):
+        return 4 if fsdp == "fp32" else 2
+    return 2 if half or (precision == "fp16" and not whole) else 4
+
+
+def _optimizer_bytes(read: Flags, precision: Precision) -> tuple[float, float]:
+    """Return the bytes a parameter of Adam with 4 of them for the parameter, and bytes of these."""
+    names = ("--exp-avg-dtype", "--exp-avg-sq-dtype")
+    sizes = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+    kinds = [check_name(f"flags: {x}", read.text(x, "fp32"), sizes) for x in names]
+    if not read.switch(_PRECISION_AWARE):
+        if kinds != ["fp32", "fp32"]:
+            raise ArgumentError(f"flags: {' and '.join(names)} need {_PRECISION_AWARE}; add it")
+        return 12, 4
+    if read.text("--main-params-dtype", "fp32") != "fp32":
+        raise ArgumentError(
+            "flags: --main-params-dtype must be fp32: costs here have parameters in 32 bits"
+        )
+    delays = read.values.get("--fp8-recipe", ["delayed"]) == ["delayed"]
+    is_cast = precision in _REMAINDERS or (precision == "fp8" and delays)
+    return 4 + sum(sizes[kind] for kind in kinds), 2 if is_cast else 4
 
 
 def _offload(read: Flags) -> str:

@@ -27,7 +27,6 @@ from pipesim.planning.plan_tables import (
     ruled_out_table,
     short_names,
 )
-from pipesim.planning.possible_settings import has_experts
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import checked_choice, named_choice
 from pipesim.planning.torchtitan import torchtitan_toml
@@ -107,9 +106,12 @@ class Plan:
         """Return the flags of Megatron-LM for this configuration, quoted for a shell.
 
         They are those of Megatron-LM 0.20.0: parallel sizes, order of ranks, stages and their
-        layers, batch sizes, precision, recompute, distributed optimizer and its overlap,
-        Megatron-FSDP. ``shlex.split`` makes them a list. Replicas follow from the number of
-        processes. Sizes of the model, kernels and the optimizer's settings are not among them.
+        layers, batch sizes, precision, bytes of gradients and of the optimizer's state, recompute,
+        distributed optimizer and its overlap, Megatron-FSDP, and of experts the dispatcher and
+        kernels. ``shlex.split`` makes them a list. Replicas follow from the number of processes.
+        Sizes of the model, its other kernels and the optimizer's rates are not among them.
+        Gradients of 2 bytes are ``--grad-reduce-in-bf16``: by default Megatron-LM sums in 4. Bytes
+        of the model that no flags make are refused.
         ``offload="all"`` of a model with experts is the offload of the inputs of all modules, which
         are nearly all activations.
 
@@ -129,13 +131,9 @@ class Plan:
         """
         problem = self.problem
         _check_writable(problem, "Megatron-LM")
-        is_model = isinstance(problem.model, Transformer)
         return megatron_flags(
             self.choice, problem.global_batch, problem.layout, problem.exchange(self.choice),
-            has_experts=has_experts(problem), framework=problem.framework,
-            precision=problem.parallel.precision if is_model else None,
-            flash_attention=problem.parallel.flash_attention,
-            mtp_layers=getattr(problem.model, "mtp_layers", 0),
+            problem.model if isinstance(problem.model, Transformer) else None, problem.parallel,
         )  # fmt: skip
 
     def to_torchtitan(self, schedule_csv: Path | str | None = None) -> str:

@@ -83,6 +83,8 @@ class Noise:
         need none.
     task
         Factors of compute tasks, drawn for each task: one distribution, or one for each operation.
+        A schedule that cuts the same work into more tasks averages them away: to compare schedules
+        with unlike numbers of chunks, give ``device``.
     device
         Factors of devices, drawn once for each device and scenario.
     message

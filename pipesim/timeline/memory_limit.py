@@ -194,9 +194,11 @@ def static_text(timeline: Timeline) -> str:
     if needed[device] <= limit[device]:
         return ""
     is_sharded = bool((graph.optimizer_shares > 1).any())
+    would_fit = needed.sum() <= limit.sum()
+    split = "another split of layers among devices, " if would_fit and graph.n_stages > 1 else ""
     return (
         f"parameters, gradients and optimizer alone take {format_bytes(needed[device])} of "
-        f"{format_bytes(limit[device])} on device {device}: it needs more devices, tensor "
+        f"{format_bytes(limit[device])} on device {device}: it needs {split}more devices, tensor "
         f"parallelism, or {'more replicas that share' if is_sharded else 'replicas that shard'} "
         "the optimizer"
     )

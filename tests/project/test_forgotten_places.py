@@ -332,7 +332,8 @@ def test_flags_and_trainers_know_each_setting_of_parallel(
     text = text.replace("[no-]", "")
     lacking = {name for name in PARALLEL if f"--{name.replace('_', '-')}" not in text}
     assert lacking == NO_FLAG
-    flags = "--micro-batch-size 1 --expert-model-parallel-size 2 --num-layers 4"
+    flags = "--micro-batch-size 1 --num-layers 4 --expert-model-parallel-size 2"
+    flags += " --moe-token-dispatcher-type alltoall"
     options = ps.read_megatron(flags).cost_options
     assert set(PARALLEL) - options.keys() == NOT_READ
 

@@ -280,6 +280,16 @@ def test_advice_where_no_change_fits(n_replicas: int) -> None:
     assert roomy.attrs["advice"] == "", "recompute leaves one micro-batch, too many bytes"
 
 
+def test_advice_names_the_split() -> None:
+    """Of 12 and 2 bytes with gradients on two devices of 10, all fit if divided otherwise."""
+    costs = ps.Costs(1, 2, parameter_bytes=(6, 1), activation_bytes=1)
+    for limit, is_named in ((10, True), (6, False)):
+        with pytest.warns(MemoryLimitWarning) as caught:
+            ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs, memory_limit=limit)
+        text = "on device 0: it needs another split of layers among devices, more devices"
+        assert (text in str(caught[0].message)) == is_named
+
+
 def test_an_offload_that_does_not_pay() -> None:
     """By hand: F, F, B, B of 1, 1, 2, 2 s; OFFLOAD0 at 1 to 4 s, RELOAD0 at 4 to 7, B0 at 7.
 

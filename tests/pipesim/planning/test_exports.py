@@ -54,6 +54,7 @@ def test_megatron_sizes() -> None:
         "--sequence-parallel": "",
         "--use-distributed-optimizer": "",
         "--bf16": "",
+        "--grad-reduce-in-bf16": "",
     }
 
 

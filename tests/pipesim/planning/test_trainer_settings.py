@@ -26,7 +26,10 @@ MODEL = ps.Transformer(
 LAYERS = {1: [(8,)], 2: [(4, 4), (5, 3)], 4: [(2,) * 4, (3, 2, 2, 1)], 8: [(1,) * 8]}
 #: Flags of one device, to which tests add others.
 LEAST = "--micro-batch-size 1 --global-batch-size 8"
-MERGED = f"{LEAST} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
+MERGED = (
+    f"{LEAST} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--overlap-moe-expert-parallel-comm"
+)
 
 
 def choices(schedules: dict[str, int]) -> Iterator[PlanChoice]:
@@ -85,7 +88,8 @@ def test_every_choice_of_megatron() -> None:
 def test_offload_of_megatron() -> None:
     """All modules of a model with experts, or none."""
     choice = replace(CHOICE, offload="all")
-    flags = megatron_flags(choice, 16, "stage_major", FrameworkOptions(), has_experts=True)
+    experts = ps.Transformer.preset("mixtral_8x7b")
+    flags = megatron_flags(choice, 16, "stage_major", FrameworkOptions(), experts)
     assert ps.read_megatron(flags, n_layers=8, n_gpus=8).choice == choice
     fewer = flags.replace(OFFLOADED[0], "")
     with pytest.raises(ArgumentError, match="--offload-modules must be all of attn_norm"):
@@ -526,6 +530,7 @@ def test_costs_are_those_of_the_plan() -> None:
     assert costs.activation_bytes == best.costs.activation_bytes
     flags = (
         "--num-layers 56 --num-experts 8 --expert-model-parallel-size 4 --sequence-parallel "
+        "--moe-token-dispatcher-type alltoall "
         "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --micro-batch-size 1 "
         "--global-batch-size 8"
     )
@@ -568,6 +573,100 @@ def test_plans_write_their_precision(precision: Any) -> None:
             plans.best.to_torchtitan()
     else:
         assert ("converters" in plans.best.to_torchtitan()) == (precision != "bf16")
+
+
+def written(choice: PlanChoice = CHOICE, precision: Any = "bf16", master_bytes: float = 4,
+            **sizes: Any) -> str:  # fmt: skip
+    """Return the flags of a model with these bytes."""
+    parallel = ps.Parallel(microbatch_size=1, precision=precision,
+                           framework=ps.Framework(master_bytes=master_bytes))  # fmt: skip
+    return megatron_flags(
+        choice, 16, "stage_major", FrameworkOptions(), replace(MODEL, **sizes), parallel
+    )
+
+
+FSDP = replace(
+    CHOICE, tensor_parallel=1, pipeline_parallel=1, data_parallel=8, n_microbatches=2,
+    sequence_parallel=False, shard_optimizer=False, shard_parameters="every", layers_per_stage=(8,),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("choice", "precision", "nbytes", "flag"),
+    [
+        (CHOICE, "bf16", 2, "--grad-reduce-in-bf16"),
+        (CHOICE, "fp8", 2, "--grad-reduce-in-bf16"),
+        (CHOICE, "bf16", 4, ""),
+        (CHOICE, "fp16", 2, ""),
+        (CHOICE, "fp16", 4, "--accumulate-allreduce-grads-in-fp32"),
+        (FSDP, "bf16", 2, ""),
+        (FSDP, "bf16", 4, "--megatron-fsdp-main-grads-dtype fp32"),
+    ],
+)
+def test_bytes_of_gradients(choice: PlanChoice, precision: str, nbytes: int, flag: str) -> None:
+    """By default Megatron-LM sums in 32 bits with bfloat16, else in the format of parameters."""
+    flags = written(choice, precision, bytes_per_gradient=nbytes)
+    others = ("--grad-reduce-in-bf16", "--accumulate", "--megatron-fsdp-main")
+    assert [name for name in others if name in flags] == [x for x in others if flag.startswith(x)]
+    assert flag in flags
+    settings = ps.read_megatron(flags, n_layers=8, n_gpus=8)
+    assert (settings.bytes_per_gradient, settings.precision) == (nbytes, precision)
+
+
+@pytest.mark.parametrize(
+    ("precision", "master_bytes", "nbytes", "flag"),
+    [
+        ("bf16", 4, 12, ""),
+        ("bf16", 2, 12, "--use-precision-aware-optimizer --"),
+        ("bf16", 2, 8, "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+        ("mxfp8", 4, 8, "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+        ("nvfp4", 2, 6, "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"),
+    ],
+)
+def test_bytes_of_optimizers(precision: str, master_bytes: int, nbytes: int, flag: str) -> None:
+    """Moments of fewer bits are those of the precision-aware optimizer."""
+    flags = written(CHOICE, precision, master_bytes, optimizer_bytes_per_parameter=nbytes)
+    assert flag in flags
+    assert ("precision-aware" in flags) == bool(flag)
+    settings = ps.read_megatron(flags, n_layers=8, n_gpus=8)
+    assert settings.optimizer_bytes_per_parameter == nbytes
+    assert settings.framework.master_bytes == master_bytes
+
+
+def test_bytes_that_no_flags_make() -> None:
+    """A run would need another memory than the plan, so that they are refused."""
+    alone = replace(CHOICE, shard_optimizer=False)
+    for options, message in (
+        ({"bytes_per_gradient": 3}, "in 2 or 4 bytes; the model has bytes_per_gradient=3"),
+        ({"bytes_per_parameter": 4}, "the model has bytes_per_parameter=4; plan with"),
+        ({"optimizer_bytes_per_parameter": 8}, "holds 12, 10, 6, 4 bytes a parameter.* has 8"),
+        ({"optimizer_bytes_per_parameter": 6, "choice": FSDP}, "holds 12 bytes .* has 6"),
+        ({"master_bytes": 2, "choice": alone}, "do not share it, .* plan with shard_optimizer=T"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            written(**options)
+    one = replace(alone, data_parallel=1, n_microbatches=16)
+    assert written(one, master_bytes=2).endswith("--use-distributed-optimizer"), "which it needs"
+    for flags, message in (
+        ("--exp-avg-dtype bf16", "need --use-precision-aware-optimizer"),
+        ("--use-precision-aware-optimizer --main-params-dtype fp16", "must be fp32"),
+        ("--expert-model-parallel-size 2", "needs --moe-token-dispatcher-type alltoall"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            ps.read_megatron(f"{LEAST} {flags}", n_gpus=2)
+
+
+def test_experts_of_a_plan_are_those_of_its_flags() -> None:
+    """By default Megatron-LM gathers tokens and multiplies expert by expert."""
+    framework = ps.Framework.preset("megatron_bridge_2025", tensor_overlap="none")
+    parallel = ps.Parallel(microbatch_size=1, framework=framework, expert_exchange="hierarchical")
+    model = ps.Transformer.preset("mixtral_8x7b", n_layers=8)
+    choice = replace(CHOICE, expert_parallel=2)
+    flags = megatron_flags(choice, 16, "stage_major", FrameworkOptions(), model, parallel)
+    assert "--moe-token-dispatcher-type flex --moe-grouped-gemm" in flags
+    again = ps.read_megatron(flags, n_layers=8, n_gpus=8)
+    for name in ("expert_products", "fused_permute", "fused_router", "shared_expert_overlap"):
+        assert getattr(again.framework, name) == getattr(framework, name)
 
 
 @pytest.mark.parametrize(
