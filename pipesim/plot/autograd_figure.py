@@ -82,6 +82,7 @@ def _draw_boxes(ax: Axes, graph: AutogradGraph, layout: AutogradLayout) -> dict[
     for left, top, right, bottom in layout.frames:
         ax.add_patch(Rectangle((left, top), right - left, bottom - top, fc="#F4F4F4", ec="#6A6A6A",
                                lw=0.5, zorder=1, gid="frame"))  # fmt: skip
+    hatch, stripes = recompute_hatch()
     for box in layout.boxes:
         colour = np.full(3, 0.91) if box.partition is None else table[box.partition]
         is_pale = graph.nodes[box.node].name in PALE
@@ -90,8 +91,7 @@ def _draw_boxes(ax: Axes, graph: AutogradGraph, layout: AutogradLayout) -> dict[
         size: Any = (box.x - WIDTH / 2, box.y - box.height / 2), WIDTH, box.height
         if box.is_recompute:  # the colour of a hatch is that of the outline
             with mpl.rc_context({"hatch.linewidth": 0.4}):
-                hatched = Rectangle(*size, fc=fill, ec="white", lw=0, hatch=recompute_hatch(),
-                                    zorder=2)  # fmt: skip
+                hatched = Rectangle(*size, fc=fill, ec=stripes, lw=0, hatch=hatch, zorder=2)
             ax.add_patch(hatched)
             fill = "none"
         ax.add_patch(Rectangle(*size, fc=fill, ec=colour if is_pale else INK, zorder=2.1,
@@ -113,8 +113,8 @@ def _draw_boxes(ax: Axes, graph: AutogradGraph, layout: AutogradLayout) -> dict[
     handles: dict[str, Any] = {
         f"partition {j}": Patch(fc=table[j], ec=INK, lw=0.5) for j in partitions
     }
-    if (hatch := recompute_hatch()) and any(box.is_recompute for box in layout.boxes):
-        handles["recompute"] = Patch(fc="#DDDDDD", ec="white", hatch=hatch, lw=0)
+    if hatch and any(box.is_recompute for box in layout.boxes):
+        handles["recompute"] = Patch(fc="#DDDDDD", ec=stripes, hatch=hatch, lw=0)
     if any(arrow.is_phony for arrow in layout.arrows):
         colour, style, width = edge_style(True)
         handles["from fork to join"] = Line2D([], [], color=colour, ls=style, lw=width)

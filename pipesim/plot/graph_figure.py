@@ -49,13 +49,13 @@ def draw_nodes(ax: Axes, graph: TaskGraph, layout: GraphLayout) -> None:
     x, y, dx, dy = layout.x, layout.y, layout.width / 2, layout.height / 2
     box = ((x - dx, y - dy), (x + dx, y - dy), (x + dx, y + dy), (x - dx, y + dy))
     corners: Any = np.stack([np.stack(corner, axis=-1) for corner in box], axis=1)
-    pattern = recompute_hatch()
+    pattern, stripes = recompute_hatch()
     for name, mask, hatch in (("nodes", ~recompute, None), ("nodes:recompute", recompute, pattern)):
         if not mask.any():
             continue
         with mpl.rc_context({"hatch.linewidth": 0.4}):
             boxes = PolyCollection(
-                corners[mask], facecolors=colours[mask], edgecolors="white" if hatch else INK,
+                corners[mask], facecolors=colours[mask], edgecolors=stripes if hatch else INK,
                 linewidths=0.0 if hatch else 0.5, hatch=hatch, zorder=2,
             )  # fmt: skip
         boxes.set_gid(name)
@@ -74,9 +74,10 @@ def draw_nodes(ax: Axes, graph: TaskGraph, layout: GraphLayout) -> None:
         ax.add_artist(texts)
 
 
-def recompute_hatch() -> str | None:
-    """Return the hatch of recomputes in graphs, if those of the style have one."""
-    return "////" if current_style().hatches.get(Op.R) else None
+def recompute_hatch() -> tuple[str | None, str]:
+    """Return the hatch of recomputes in graphs, if those of the style have one, and its colour."""
+    style = current_style()
+    return "////" if style.hatches.get(Op.R) else None, "#8A8A8A" if style.grey else "white"
 
 
 def draw_arrows(ax: Axes, graph: TaskGraph, layout: GraphLayout, *, labels: bool) -> None:
@@ -169,8 +170,9 @@ def legend_handles(graph: TaskGraph, layout: GraphLayout, labels: bool) -> dict[
     handles: dict[str, Any] = {}
     ops, parts = graph.op[layout.tasks], graph.part[layout.tasks]
     labels_of_ops = current_style().operations
-    if (hatch := recompute_hatch()) and (ops == Op.R).any():
-        handles[labels_of_ops[Op.R]] = Patch(fc="#DDDDDD", ec="white", hatch=hatch, lw=0)
+    hatch, stripes = recompute_hatch()
+    if hatch and (ops == Op.R).any():
+        handles[labels_of_ops[Op.R]] = Patch(fc="#DDDDDD", ec=stripes, hatch=hatch, lw=0)
     if (graph.is_op(TRANSFERS)[layout.tasks]).any():
         handles["> sends, < receives"] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
     shown = set(zip(ops.tolist(), parts.tolist(), strict=True))
