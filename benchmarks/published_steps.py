@@ -12,11 +12,11 @@
 - **Ablation**: the same by one of the fifths, with one term of the costs removed and constants
   fitted again.
 - **Frameworks**: sets of `_published_runs`, from data sheets with the framework that they ran on,
-  in the best case, and with one attribute at a time as in the best case. Quotients of measured over
-  predicted seconds are written to ``pipesim/analysis/published_quotients.json``, those of steps in
-  16 bits; `Timeline.interval` takes its ends from them. Coverage is the share of a set's rows in
-  the interval of 80 % that the rows of other sets give. Steps with experts are listed with what
-  they are made of.
+  in the best case, and with one attribute at a time as in the best case. Quotients of measured
+  over predicted seconds are written to ``pipesim/analysis/published_quotients.json``, those of
+  dense models in 16 bits, and apart those with experts; `Timeline.interval` takes its ends from
+  them. Coverage is the share of a set's rows in the interval of 80 % that the rows of other sets
+  give. Steps with experts are listed with what they are made of.
 - **Regret**: how much longer the step takes that is predicted to be the fastest of its group,
   relative to the fastest that was measured; groups of at least four rows.
 
@@ -255,16 +255,21 @@ def ablation_lines(steps: PublishedSteps) -> list[str]:
 def framework_lines(sets: Sequence[PublishedSteps]) -> tuple[list[str], dict[str, Any]]:
     """Return tables of errors by framework and attribute; and the quotients of `QUOTIENTS`."""
     errors, terms = [], []
-    by_name = defaultdict[str, dict[str, list[float]]](lambda: defaultdict(list))
+    by_kind: dict[str, Any] = {
+        kind: defaultdict[str, dict[str, list[float]]](lambda: defaultdict(list))
+        for kind in ("dense", "experts")
+    }
     ratios = []
     for steps in sets:
         framework, family = steps.rows[0]["framework"], steps.gpu.partition("_")[0]
         kinds = {"": best_case(steps), framework.name: steps}
-        in_16_bits = [row.get("precision", "bf16") == "bf16" for row in steps.rows]
+        has_experts = steps.name.startswith("Experts")
+        kept = [has_experts or row.get("precision", "bf16") == "bf16" for row in steps.rows]
+        by_name = by_kind["experts" if has_experts else "dense"]
         for name, own in kinds.items():
             predicted = presets(own)
             quotients = steps.seconds / predicted
-            by_name[name][family] += quotients[in_16_bits].tolist()
+            by_name[name][family] += quotients[kept].tolist()
             errors.append([steps.name if not name else "", str(len(steps.rows)), family,
                            name or "best case", *accuracy(predicted, steps.seconds),
                            regret(predicted, steps)])  # fmt: skip
@@ -280,13 +285,22 @@ def framework_lines(sets: Sequence[PublishedSteps]) -> tuple[list[str], dict[str
     low, high = np.quantile(every, [0.1, 0.9])
     head = ["set", "rows", "GPU", "framework", *_ACCURACY, "regret, best found", "coverage"]
     return [
-        "With the framework, and in its best case; nothing fitted:", *table(head, errors, 4), "",
+        "With the framework, and in its best case; nothing fitted:",
+        *table(head, errors, 4),
+        "",
         f"All {len(every)} rows: mean {np.abs(1 / every - 1).mean():.1%}, signed "
-        f"{(1 / every - 1).mean():+.1%}; 80 % took {low:.2f} to {high:.2f} times as long.", "",
+        f"{(1 / every - 1).mean():+.1%}; 80 % took {low:.2f} to {high:.2f} times as long.",
+        "",
         "One attribute of the framework as in the best case, mean error (signed):",
         *table(["set", "attribute", "mean", "signed"], terms, 2),
-    ], {name: {k: sorted(np.round(v, 3).tolist()) for k, v in families.items() if v}
-        for name, families in by_name.items()}  # fmt: skip
+    ], {
+        kind: {
+            name: own
+            for name, families in by_name.items()
+            if (own := {k: sorted(np.round(v, 3).tolist()) for k, v in families.items() if v})
+        }
+        for kind, by_name in by_kind.items()
+    }
 
 
 def term_rows(steps: PublishedSteps, mean: str) -> list[list[str]]:

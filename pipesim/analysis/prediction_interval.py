@@ -1,9 +1,11 @@
 """`prediction_interval`: where a step will be, given where published ones were.
 
 Quotients of measured over predicted seconds of published steps are in ``published_quotients.json``,
-by framework and family of GPUs. ``benchmarks/published_steps.py`` writes them. An interval has its
-ends at quantiles of the quotients of its framework and family, or, for a framework with few of
-them, of all frameworks of the family. For other GPUs, number formats of 8 and 4 bits and frameworks
+by framework and family of GPUs, and those of models with experts apart.
+``benchmarks/published_steps.py`` writes them. An interval has its ends at quantiles of the
+quotients of its framework and family, or, for a framework with few of them, of all frameworks of
+the family. That of a model with experts is of steps with experts alone: as they are few, of all
+frameworks on all GPUs. For other GPUs, number formats of 8 and 4 bits and frameworks
 without a name it is the band between two frameworks: one that fuses and hides what any preset does,
 and one that fuses and hides nothing.
 """
@@ -31,7 +33,7 @@ from pipesim.utils.texts import format_time
 
 _FILE = Path(__file__).with_name("published_quotients.json")
 #: Least number of published steps whose quantiles say where others will be.
-_LEAST = 20
+_LEAST = 15
 #: A framework that fuses and hides all, and one that does neither.
 _BEST = Framework(
     attention_kernel="fa3", tensor_overlap="userbuffers", fused_sums="all", fused_router=True,
@@ -156,6 +158,7 @@ def steps_like(timeline: Timeline) -> KnownSteps | None:
         as_framework(settings.get("framework")),
         GPU(**settings["gpu"]),
         settings.get("precision", "bf16"),
+        has_experts=bool(settings.get("n_experts")),
     )
 
 
@@ -171,10 +174,16 @@ def ends_text(timeline: Timeline) -> str:
     return "" if ends is None else f" ({' to '.join(map(format_time, ends))})"
 
 
-def known_steps(framework: Framework, gpu: GPU, precision: str) -> KnownSteps:
-    """Return published steps of a framework, or else of all, on a family of GPUs."""
+def known_steps(framework: Framework, gpu: GPU, precision: str, *, has_experts: bool) -> KnownSteps:
+    """Return published steps of a framework, or else of all, on a family of GPUs.
+
+    Of models with experts they are on all GPUs if there are too few; those in 8 bits are among
+    them.
+    """
+    published = _published()["experts" if has_experts else "dense"]
+    steps = "published steps with experts" if has_experts else "published steps"
     family = gpu.name.partition("_")[0]
-    text = f"too few published steps of {framework.name or 'this framework'} on {family or 'it'}"
+    text = f"too few {steps} of {framework.name or 'this framework'} on {family or 'it'}"
     preset = GPU.preset(gpu.name) if gpu.name in DATA_SHEETS else None
     if preset is None or replace(gpu, memory=preset.memory) != preset:
         return KnownSteps((), f"no published steps of {gpu.name or 'a GPU'} with these rates")
@@ -182,19 +191,28 @@ def known_steps(framework: Framework, gpu: GPU, precision: str) -> KnownSteps:
         return KnownSteps((), f"too few published steps in {precision} on {family}")
     is_best_case = replace(framework, name="", source="") == BEST_CASE
     name = "" if is_best_case else framework.name
-    own = _published().get(name, {}).get(family, ()) if name or is_best_case else ()
-    if len(own) >= _LEAST:
-        kind = "without their framework" if is_best_case else f"of {name}"
-        return KnownSteps(own, f"{len(own)} published steps {kind} on {family}")
-    if not name:
+    if not name and not is_best_case:
         return KnownSteps((), text)
-    every = [x for key, rows in _published().items() if key for x in rows.get(family, ())]
-    if len(every) < _LEAST:
-        return KnownSteps((), text)
-    return KnownSteps(every, f"{len(every)} published steps of all frameworks on {family}")
+    kind = f"of {name}" if name else "without their framework"
+    wider = "of all frameworks" if name else kind
+    others = [key for key in published if key] if name else [""]
+    searches = [
+        ([name], [family], f"{kind} on {family}"),
+        (others, [family], f"{wider} on {family}"),
+    ]
+    if has_experts:
+        families = list(dict.fromkeys(x for rows in published.values() for x in rows))
+        searches.append((others, families, f"{wider} on all GPUs"))
+    for names, families, where in searches:
+        rows = (published.get(key, {}).get(x, ()) for key in names for x in families)
+        quotients = [x for row in rows for x in row]
+        if len(quotients) >= _LEAST:
+            return KnownSteps(quotients, f"{len(quotients)} {steps} {where}")
+    return KnownSteps((), text)
 
 
 @cache
-def _published() -> Mapping[str, Mapping[str, Sequence[float]]]:
+def _published() -> Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]:
+    """Return quotients of ``"dense"`` models and ``"experts"``, by framework and family of GPUs."""
     values: dict[str, Any] = json.loads(_FILE.read_text())
     return values

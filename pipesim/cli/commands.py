@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -483,22 +483,22 @@ def plan(args: argparse.Namespace) -> None:
     write_scatter(args.plot, plans.plot, _WIDTH)
     if args.csv:
         plans.to_csv(args.csv)
-    print("\n\n".join([plans.summary(n_best), *_further(args, plans)]))
+    print(plans.summary(n_best))
+    for text in _further(args, plans):  # which may be refused, after the plan is printed
+        print(f"\n{text}")
     if not plans.complete:
         raise KeyboardInterrupt
 
 
-def _further(args: argparse.Namespace, plans: Plans) -> list[str]:
-    texts = []
+def _further(args: argparse.Namespace, plans: Plans) -> Iterator[str]:
     if args.explain is not None:
-        texts.append(str(plans.explain(0, args.explain)))
+        yield str(plans.explain(0, args.explain))
     if args.megatron:
-        texts.append(plans.to_megatron())
+        yield plans.to_megatron()
     if args.torchtitan:
-        texts.append(plans.to_torchtitan(args.order).rstrip())
+        yield plans.to_torchtitan(args.order).rstrip()
     elif args.order:
         plans.best.schedule.save(args.order)
-    return texts
 
 
 def _model(values: Mapping[str, Any]) -> Transformer | Layers:

@@ -37,6 +37,7 @@ from pipesim.planning.plan_search import (
 )
 from pipesim.planning.plan_tables import SETTINGS
 from pipesim.planning.plans import Plan, Plans
+from pipesim.planning.possible_settings import has_experts
 from pipesim.planning.problem import PlanProblem
 from pipesim.planning.search_space import SearchSpace, named_choice
 from pipesim.scheduling.placement import LAYOUTS, Layout
@@ -195,7 +196,8 @@ def plan(
     where
         Function, or functions, of a `PlanChoice` that return True to keep it, or False.
     noise, percentile
-        Noise of the steps. The ``n_best`` are then ranked by this percentile of noisy steps.
+        Noise of the steps. The ``n_best`` are then ranked by this percentile of noisy steps, and
+        their intervals, tokens a second and MFU are those of it.
     n_best
         Number of the best configurations to find for certain.
     rank_by
@@ -364,7 +366,8 @@ def _with_intervals(
         return ranked
     rows, (least, most) = [], steps.ends(1.0)
     for place, row in enumerate(ranked):
-        low, high = row.step * least, row.step * most
+        seconds = row.step if math.isnan(row.noisy_step) else row.noisy_step
+        low, high = seconds * least, seconds * most
         if place < n_bands and not steps.quotients:
             low, high, _, _ = Plan(problem, row).timeline.interval()
         rows.append(row._replace(low=low, high=high))
@@ -376,7 +379,10 @@ def _known_steps(problem: PlanProblem) -> KnownSteps | None:
     if isinstance(problem.model, Layers) or problem.cluster.is_mixed or problem.encoders:
         return None
     parallel = problem.parallel
-    return known_steps(parallel.framework, problem.cluster.gpu, parallel.precision)
+    return known_steps(
+        parallel.framework, problem.cluster.gpu, parallel.precision,
+        has_experts=has_experts(problem),
+    )  # fmt: skip
 
 
 def _notes(problem: PlanProblem, n_bands: int) -> tuple[str, ...]:

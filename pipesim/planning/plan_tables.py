@@ -41,20 +41,30 @@ def ranked_table(problem: PlanProblem, rows: Sequence[Evaluation], *, noisy: boo
     from pipesim.utils.packages import pandas as pd
 
     steps = np.array([row.step for row in rows])
+    noisy_steps = np.array([row.noisy_step for row in rows])
+    seconds = np.where(np.isnan(noisy_steps), steps, noisy_steps)
     bounds = np.array([row.bound for row in rows])
     columns: dict[str, Any] = {"step": steps}
-    columns |= {end: np.array([getattr(row, end) for row in rows]) for end in ("low", "high")}
     if noisy:
-        columns["noisy_step"] = [row.noisy_step for row in rows]
-    columns["tokens_per_second"] = problem.step_tokens / steps
+        columns["noisy_step"] = noisy_steps
+    columns |= {end: np.array([getattr(row, end) for row in rows]) for end in ("low", "high")}
+    columns["tokens_per_second"] = problem.step_tokens / seconds
     peak = mean_peak(problem.cluster) or math.nan
-    columns["mfu"] = [problem.step_flops / (row.step * row.choice.n_gpus * peak) for row in rows]
+    n_gpus = np.array([row.choice.n_gpus for row in rows])
+    columns["mfu"] = problem.step_flops / (seconds * n_gpus * peak)
     columns["bubble"] = [row.bubble for row in rows]
     columns["memory"] = [row.memory for row in rows]
+    columns["room"] = [_room(problem, row) for row in rows]
     columns["gap"] = steps / bounds - 1
     columns |= _setting_columns(rows)
     columns["status"] = [row.status for row in rows]
     return pd.DataFrame(columns, index=pd.RangeIndex(len(rows), name="rank"))
+
+
+def _room(problem: PlanProblem, row: Evaluation) -> float:
+    """Return the share of its limit that the fullest device has left; NaN for unlike limits."""
+    least, *others = sorted({*problem.device_limits(row.choice)})
+    return math.nan if others else 1 - row.memory / least
 
 
 def ruled_out_table(rows: Sequence[Evaluation]) -> pd.DataFrame:
@@ -96,18 +106,19 @@ def shown_columns(table: pd.DataFrame, names: Sequence[str]) -> dict[str, list[s
 
     columns = {"rank": [str(rank) for rank in table.index]}
     columns["step"] = list(map(format_time, table["step"]))
+    if "noisy_step" in table:
+        columns["noisy"] = list(map(format_time, table["noisy_step"]))
     if table["high"].notna().any():
         columns["low"], columns["high"] = (
             list(map(format_time, table[x])) for x in ("low", "high")
         )
-    if "noisy_step" in table:
-        columns["noisy step"] = list(map(format_time, table["noisy_step"]))
     return {
         **columns,
         "tokens/s": ["-" if x != x else f"{x:.0f}" for x in table["tokens_per_second"]],
         "MFU": shares("mfu"),
         "bubble": shares("bubble"),
         "memory (GiB)": format_numbers(table["memory"], _GIB),
+        "room": shares("room"),
         "gap": shares("gap"),
         "configuration": list(names),
     }

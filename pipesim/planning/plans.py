@@ -175,6 +175,8 @@ class Plan:
     def __repr__(self) -> str:
         step, memory, high = self.evaluation.step, self.evaluation.memory, self.evaluation.high
         results = "" if math.isnan(step) else f": {format_time(step)} a step"
+        if not math.isnan(noisy := self.evaluation.noisy_step):
+            results += f", {format_time(noisy)} with noise"
         if not math.isnan(high):
             results += f" ({format_time(self.evaluation.low)} to {format_time(high)})"
         results += "" if math.isnan(memory) else f", {format_bytes(memory)} on the fullest device"
@@ -238,13 +240,15 @@ class Plans:
 
         Columns:
 
-        - ``step`` (s), and ``low`` and ``high``, the ends of its interval of 80 % (s; NaN where
-          `Timeline.interval` has only a band, unless it ranks); with noise also ``noisy_step``, the
-          percentile of noisy steps (s);
+        - ``step`` (s), and with noise ``noisy_step``, the percentile of noisy steps (s); columns
+          of the next two lines are then those of it, where it is known;
+        - ``low`` and ``high``, the ends of the interval of 80 % (s; NaN where `Timeline.interval`
+          has only a band, unless it ranks);
         - ``tokens_per_second`` of the whole cluster, ``mfu`` (0..1) of the GPUs in use; NaN if the
           model's tokens or FLOPs are unknown;
         - ``bubble`` (0..1), idle share of all devices;
-        - ``memory``: bytes of the fullest device, the allocator's reserve included;
+        - ``memory``: bytes of the fullest device, the allocator's reserve included; ``room``, the
+          share of its limit that is left (0..1; NaN for unlike limits);
         - ``gap``: step over its lower bound, minus 1;
         - the settings of the configuration, as in `PlanChoice`, and its ``status``.
         """

@@ -2,10 +2,11 @@
 Published steps by framework
 ============================
 
-Steps that the authors of vTrain, NVIDIA (megatron, nemo), Aleph Alpha, BigScience (deepspeed) and
-MosaicML (llm_foundry) measured, each on the GPU of its row, over predictions from data sheets:
-without the framework (grey), and with it. Nothing is fitted to them. Look at the band of 10 %: it
-has half of the steps with their framework, a fifth without. *How predictions err* has the sources.
+Steps of dense models that the authors of vTrain, NVIDIA (megatron, nemo), Aleph Alpha, BigScience
+(deepspeed) and MosaicML (llm_foundry) measured, each on the GPU of its row, over predictions from
+data sheets: without the framework (grey), and with it. Nothing is fitted to them. Look at the
+band of 10 %: it has half of the steps with their framework, a fifth without. *How predictions
+err* has the sources.
 """
 
 import json
@@ -18,7 +19,7 @@ import pipesim as ps
 from pipesim import plot
 
 path = Path(ps.__file__).parent / "analysis" / "published_quotients.json"
-published = json.loads(path.read_text())
+published = json.loads(path.read_text())["dense"]
 best = sorted(x for quotients in published.pop("").values() for x in quotients)
 rows = {
     f"{name}, {family.upper()}": quotients

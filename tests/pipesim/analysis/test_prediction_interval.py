@@ -26,10 +26,16 @@ def step(gpu: str | ps.GPU = "a100_80gb", framework: Any = "llm_foundry_2023") -
 def hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Published steps from 1.01 to 2 times as long as predicted."""
     quotients = [1 + k / 100 for k in range(1, 101)]
-    published = {
+    dense = {
         "llm_foundry_2023": {"a100": quotients, "h100": quotients[:5]},
         "": {"h100": quotients},
     }
+    experts = {
+        "llm_foundry_2023": {"h100": quotients[:10]},
+        "nemo_2025": {"h100": quotients[10:13], "b200": quotients[-7:]},
+        "": {"h100": quotients[:15]},
+    }
+    published = {"dense": dense, "experts": experts}
     monkeypatch.setattr(prediction_interval, "_published", lambda: published)
 
 
@@ -54,6 +60,26 @@ def test_steps_of_other_frameworks_and_of_the_best_case() -> None:
     assert best.interval().basis.endswith("published steps without their framework on h100")
     named = step("h100_sxm", ps.Framework(name="mine", source="by hand"))
     assert named.interval() == best.interval()  # a name changes no step
+
+
+@pytest.mark.usefixtures("hundred_steps")
+def test_models_with_experts_have_steps_with_experts() -> None:
+    """Of all frameworks on all GPUs, if those of the GPU are few; plans say so."""
+    model = ps.Transformer.preset("mixtral_8x7b", n_layers=2)
+    options = {"gpu": "h100_sxm", "microbatch_size": 1, "network": ps.Network(bandwidth=1e11)}
+    model = replace(model, n_experts=2, sequence_length=512)
+    for framework, count, where in (
+        ("llm_foundry_2023", 20, "of all frameworks on all GPUs"),
+        (None, 15, "without their framework on h100"),
+    ):
+        costs = model.costs([1, 1], framework=framework, **options)
+        interval = ps.simulate(GRAPH, costs).interval()
+        assert interval.basis == f"80% of {count} published steps with experts {where}"
+    plans = ps.plan(
+        model, ps.Cluster("dgx_h100", n_gpus=8), framework="llm_foundry_2023", progress=False,
+        expert_parallel=1, recompute="none", n_best=1, **SMALL,
+    )  # fmt: skip
+    assert plans.notes[0].startswith("80 % of 20 published steps with experts of all frameworks")
 
 
 @pytest.mark.usefixtures("hundred_steps")
@@ -128,6 +154,26 @@ def test_a_plan_has_the_ends() -> None:
     assert (low, high) == pytest.approx(tuple(plans.table.loc[0, ["low", "high"]]))
     (line,) = [x for x in plans.plot().lines if x.get_gid() == "plan:interval"]
     assert line.get_xdata()[1] / line.get_xdata()[0] == pytest.approx(1.901 / 1.109)
+
+
+@pytest.mark.usefixtures("hundred_steps")
+@pytest.mark.slow
+def test_a_noisy_plan_has_the_ends_of_noisy_steps() -> None:
+    """And their tokens a second and MFU; device 0 takes twice as long in all scenarios."""
+    options: dict[str, Any] = {**SMALL, "pipeline_parallel": 2, "n_best": 1, "progress": False}
+    options |= {"framework": "megatron_core_2024", "schedules": "1f1b", "recompute": "none"}
+    cluster = ps.Cluster("dgx_a100", n_gpus=2)
+    plain, noisy = (
+        ps.plan(MODEL, cluster, noise=noise, **options).table.loc[0]
+        for noise in (None, ps.Noise(seed=0, slow_devices={0: 2.0}))
+    )
+    slowdown = noisy["noisy_step"] / plain["step"]
+    assert slowdown > 1.2
+    assert noisy["step"] == plain["step"]
+    for name in ("low", "high"):
+        assert noisy[name] == pytest.approx(slowdown * plain[name])
+    for name in ("tokens_per_second", "mfu"):
+        assert noisy[name] == pytest.approx(plain[name] / slowdown)
 
 
 def test_a_plan_ranks_by_bands_on_request() -> None:
