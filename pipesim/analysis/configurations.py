@@ -457,7 +457,8 @@ def changes_that_fit(
         `Costs.transformer`, `pipesim.schedule` or `pipesim.lower`, with the layers of each
         stage where they are balanced again; ``makespan`` (s);
         ``relative``, to the configuration as it is; ``peak_memory`` (bytes of the fullest
-        device); ``fits``; ``note``, the seconds of copies and those that hide, of an offload
+        device); ``room``, the share of its limit that the tightest device has left (below 0 if it
+        does not fit); ``fits``; ``note``, the seconds of copies and those that hide, of an offload
         that takes longer.
 
     Raises
@@ -496,14 +497,15 @@ def changes_that_fit(
             "makespan": trial.makespan,
             "relative": trial.makespan / search.makespan if search.makespan else math.nan,
             "peak_memory": trial.peak_memory,
+            "room": 1 - trial.pressure,
             "fits": trial.fits,
             "note": trial.note,
         }
         for trial in sorted(trials, key=lambda trial: (not trial.fits, trial.makespan))
         if trial.fits or every
     ]
-    types = {"change": object, "makespan": float, "relative": float, "peak_memory": float}
-    types |= {"fits": bool, "note": object}
+    numbers = ("makespan", "relative", "peak_memory", "room")
+    types = {"change": object, **dict.fromkeys(numbers, float), "fits": bool, "note": object}
     table = pd.DataFrame(rows, columns=[*types]).astype(types)
     table.attrs["n_untried"] = search.n_untried
     table.attrs["advice"] = "" if any(trial.fits for trial in trials) else static_text(timeline)

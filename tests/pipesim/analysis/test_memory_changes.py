@@ -56,7 +56,7 @@ def table_of(
     """
     timeline = predict_timeline(ps.lower(schedule, **lowering), costs, memory_limit=limit)
     table = timeline.memory.changes_that_fit(every=every, quick=quick)
-    columns = ["change", "makespan", "relative", "peak_memory", "fits", "note"]
+    columns = ["change", "makespan", "relative", "peak_memory", "room", "fits", "note"]
     assert list(table.columns) == columns
     is_slow = table["change"].str.contains("offload") & (table["relative"] > 1)
     assert (is_slow == (table["note"] != "")).all()
@@ -301,6 +301,7 @@ def test_an_offload_that_does_not_pay() -> None:
     table = timeline.memory.changes_that_fit(every=True, quick=True).set_index("change")
     row = table.loc["offload='all'"]
     assert row["makespan"] == 9
+    assert row["room"] == pytest.approx(1 - row["peak_memory"] / 15)
     assert row["note"] == "copies of device 0 take 6.00 s, of which 3.00 s hide behind compute"
 
 
