@@ -521,8 +521,8 @@ def _draw_limit(ax: Axes, height: float, text: str) -> None:
 def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None:
     """Label points of the front below and to the left of each, where no configuration can be.
 
-    The first is labelled, and then always the point that is farthest from all labels in memory, as
-    long as that is a line or more.
+    The first is labelled, and then always the point whose label is farthest from all others in
+    memory, as long as none overlap.
     """
     ranks = [int(rank) for rank in best.index if rank in names]
     if not ranks:
@@ -532,15 +532,20 @@ def _label_front(ax: Axes, best: pd.DataFrame, names: Mapping[int, str]) -> None
     right = ax.get_xlim()[1]
     size = text_points()
     texts = {rank: names[rank].replace(", ", ",\n") for rank in ranks}
-    lines = 1 + max(text.count("\n") for text in texts.values())
-    apart = (1.25 * lines + 0.2) * size / height * ax.get_ylim()[1]
+    line = 1.25 * size / height * ax.get_ylim()[1]
+
+    def clearance(rank: int, other: int) -> float:
+        """Return the distance from the end of the upper label to the lower one."""
+        upper = max(rank, other, key=lambda one: y[one])
+        return float(abs(y[rank] - y[other]) - line * (1.2 + texts[upper].count("\n")))
+
     kept = [ranks[0]]
     while len(kept) < _LABELS:
-        distance = {rank: min(abs(y[rank] - y[other]) for other in kept) for rank in ranks}
-        farthest_rank = max(ranks, key=lambda rank: distance[rank])
-        if distance[farthest_rank] < apart:
+        least = {rank: min(clearance(rank, other) for other in kept) for rank in ranks}
+        freest = max(ranks, key=lambda rank: least[rank])
+        if least[freest] < 0:
             break
-        kept.append(farthest_rank)
+        kept.append(freest)
     left = ax.get_xlim()[0]
     for rank in kept:  # room for each label on the left of its point
         share = min((text_width(texts[rank], size) + 1.5 * size) / width, 0.5)
