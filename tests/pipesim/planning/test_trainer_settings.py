@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from case_choice import EVERY_CASE
 from small_plans import CHOICE, SPLIT, plans
 
 import pipesim as ps
@@ -33,13 +34,15 @@ MERGED = (
 
 
 def choices(schedules: dict[str, int]) -> Iterator[PlanChoice]:
-    """Yield choices of 8 layers; most are such that no framework refuses them."""
+    """Yield choices of 8 layers, by default every fifth; most are refused by no framework."""
     product = itertools.product(
         schedules.items(), (1, 2, 4), (1, 2), (1, 2), (1, 4), ("none", "selective", "full"),
         (("none", False), ("none", True), ("every", False), ("step", False)), (1, 2),
         ((1, 0), (2, 0), (4, 1)),
     )  # fmt: skip
-    for (name, v), p, t, replicas, size, recompute, sharing, context, (experts, etp) in product:
+    # No setting has five values, or a multiple: all values of all settings meet.
+    some = itertools.islice(product, 0, None, 1 if EVERY_CASE else 5)
+    for (name, v), p, t, replicas, size, recompute, sharing, context, (experts, etp) in some:
         if (sharing != ("none", False) and replicas == 1) or (name != "1f1b" and p == 1):
             continue
         for layers in LAYERS.get(p * v, []):
@@ -82,7 +85,7 @@ def test_every_choice_of_megatron() -> None:
             assert settings.layout == (layout if choice.layout_matters else "stage_major")
             assert set(settings.ignored) <= {"--no-gradient-accumulation-fusion", "--ckpt-format"}
             count += 1
-    assert count > 1000
+    assert count > 200
 
 
 def test_offload_of_megatron() -> None:
@@ -153,7 +156,7 @@ def test_every_choice_of_torchtitan() -> None:
             "parallelism.context_parallel_rotate_method",
         }
         count += 1
-    assert count > 1000
+    assert count > 200
 
 
 @pytest.mark.parametrize("choice", [CHOICE, SPLIT])
