@@ -623,10 +623,10 @@ EQUAL = [
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
-@pytest.mark.parametrize("first", range(0, len(EQUAL), 4))
+@pytest.mark.parametrize("first", range(0, len(EQUAL), 8))
 def test_values_are_those_of_the_whole_model(first):
-    """Of four kinds of blocks at a time, as a split takes longer than they do."""
-    check(made_by(*EQUAL[first : first + 4]))
+    """Of eight kinds of blocks at a time, as a split takes longer than they do."""
+    check(made_by(*EQUAL[first : first + 8]))
 
 
 def numpy(m: Any) -> None:
