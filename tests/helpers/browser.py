@@ -51,10 +51,11 @@ class Fault(NamedTuple):
 
 
 class Chromium(NamedTuple):
-    """A running Chromium, and the event loop that Playwright talks to it with."""
+    """A running Chromium, its contexts by their options, and the event loop of Playwright."""
 
     browser: Browser
     loop: asyncio.AbstractEventLoop
+    contexts: dict[str, BrowserContext]
 
 
 def missing() -> str:
@@ -80,7 +81,7 @@ def start_chromium() -> Iterator[Chromium]:
         loop = asyncio.get_running_loop()
         browser = playwright.chromium.launch(executable_path=_command(), args=_FLAGS)
         with _running(None):
-            yield Chromium(browser, loop)
+            yield Chromium(browser, loop, {})
         browser.close()
 
 
@@ -102,15 +103,18 @@ def _running(loop: asyncio.AbstractEventLoop | None) -> Iterator[None]:
 class Pages:
     """Opens pages and records their faults; made by `open_pages`."""
 
-    def __init__(self, browser: Browser) -> None:
-        self._browser = browser
+    def __init__(self, chromium: Chromium) -> None:
+        self._chromium = chromium
         self._contexts: list[BrowserContext] = []
         self._pages: list[Page] = []
         self._files: set[str] = set()
         self._faults: list[Fault] = []
 
     def __call__(self, path: Path, **options: Any) -> Page:
-        """Open a file in a context of its own, and return its page once it is loaded.
+        """Open a file in a page of its own, and return the page once it is loaded.
+
+        Pages with the same options are in one context, that is, one process of Chromium, which
+        takes long to start. Our pages store nothing there.
 
         Parameters
         ----------
@@ -122,16 +126,24 @@ class Pages:
         """
         url = path.resolve().as_uri()
         self._files.add(url)
-        context = self._browser.new_context(offline=True, **options)
-        self._contexts.append(context)
-        context.set_default_timeout(_TIMEOUT)
-        context.on("console", self._on_console)
-        context.on("weberror", self._on_exception)
-        context.on("request", self._on_request)
-        context.on("page", self._on_page)
-        page = context.new_page()
+        page = self._context_with(options).new_page()
         page.goto(url)
         return page
+
+    def _context_with(self, options: dict[str, Any]) -> BrowserContext:
+        """Return the context with these options, whose events go here until `close`."""
+        contexts, key = self._chromium.contexts, repr(sorted(options.items()))
+        if key not in contexts:
+            contexts[key] = self._chromium.browser.new_context(offline=True, **options)
+            contexts[key].set_default_timeout(_TIMEOUT)
+        context = contexts[key]
+        if context not in self._contexts:
+            self._contexts.append(context)
+            context.on("console", self._on_console)
+            context.on("weberror", self._on_exception)
+            context.on("request", self._on_request)
+            context.on("page", self._on_page)
+        return context
 
     def take(self) -> list[Fault]:
         """Return the faults until now, of all pages, and forget them."""
@@ -142,9 +154,14 @@ class Pages:
         return faults
 
     def close(self) -> None:
-        """Close all pages."""
+        """Close all pages, and leave their contexts to other tests."""
         for context in self._contexts:
-            context.close()
+            for page in context.pages:
+                page.close()
+            context.remove_listener("console", self._on_console)
+            context.remove_listener("weberror", self._on_exception)
+            context.remove_listener("request", self._on_request)
+            context.remove_listener("page", self._on_page)
 
     def _on_page(self, page: Page) -> None:
         self._pages.append(page)
@@ -169,7 +186,7 @@ class Pages:
 @contextmanager
 def open_pages(chromium: Chromium) -> Iterator[Pages]:
     """Return a function that opens pages; at the end, fail if it has faults that no one took."""
-    pages = Pages(chromium.browser)
+    pages = Pages(chromium)
     with _running(chromium.loop):
         try:
             yield pages
