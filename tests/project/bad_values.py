@@ -92,7 +92,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "None": lambda v: v is None,
     **dict.fromkeys(("bool", "Merged"), lambda v: isinstance(v, bool)),
     "int": lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool),
-    "float": _number,
+    **dict.fromkeys(("Bytes", "float"), _number),
     **dict.fromkeys(
         ("Buckets", "Count", "OptionalSize", "Prefetch", "PrefetchArgument", "Size", "Whole"),
         lambda v: isinstance(v, int) and not isinstance(v, bool),
