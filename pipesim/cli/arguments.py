@@ -18,11 +18,15 @@ from pipesim.cli.help_texts import EXAMPLES, PAGES
 from pipesim.costs.costs import Costs
 from pipesim.costs.rows import STAGE_ROWS
 from pipesim.errors import ArgumentError, check_name, suggestion
+from pipesim.framework.framework import frameworks
 from pipesim.lowering.lower import lower
+from pipesim.models.data_sheets import gpus
 from pipesim.models.gpu import GPU
 from pipesim.models.parallel import FixedSettings, Parallel
+from pipesim.models.published_models import transformers
 from pipesim.network.links import HostLink
 from pipesim.network.network import Network
+from pipesim.network.sources import machines
 from pipesim.planning.cluster import Cluster
 from pipesim.planning.plan import plan
 from pipesim.plot.page.document import LAYOUTS
@@ -271,6 +275,10 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     text = "write the order of the best as torch's CSV; --torchtitan names it"
     _add_file(group, "--order", writable_path, text)
     _add_switch(group, "--torchtitan", "print the settings of torchtitan for the best")
+    tables = {"model": transformers, "cluster.machine": machines, "cluster.gpu": gpus}
+    tables["plan.framework"] = frameworks
+    for action in command._actions:
+        action.words = tables.get(action.dest, getattr(action, "words", ()))  # type: ignore[attr-defined]
 
 
 def plan_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -151,6 +151,8 @@ class _Completion(argparse.Action):
                 words = getattr(action, "words", ())
                 if isinstance(action, _Help):
                     words = command.topics
+                if callable(words):  # lists presets
+                    words = tuple(words().index)
                 action.choices = action.choices or words or None
                 action.help = _sentence(action).replace("%", "%%")
                 if "FILE" in str(action.metavar):

@@ -260,6 +260,8 @@ def test_bash_completes_the_command() -> None:
         complete_words pipesim simulate --streams per_
         complete_words pipesim plan --help cho
         complete_words pipesim compare zb_
+        complete_words pipesim plan mixtral
+        complete_words pipesim plan llama3_8b --cluster dgx_h1
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -272,6 +274,8 @@ def test_bash_completes_the_command() -> None:
         "per_peer per_microbatch",
         "choices",
         "zb_h1 zb_h2 zb_1p zb_2p",
+        "mixtral_8x7b mixtral_8x22b",
+        "dgx_h100",
     ]
 
 
