@@ -53,6 +53,11 @@ export class Pointing {
     this.isActive = true;
     const { base } = this.view, place = this.#place(event);
     base.focus({ preventScroll: true });
+    // JupyterLab gives the focus to the cell after a click in a frame; its commands are letters.
+    const keep = () =>
+      setTimeout(() => base.matches(":hover") && base.focus({ preventScroll: true }));
+    globalThis.addEventListener("blur", keep, { once: true });
+    setTimeout(() => globalThis.removeEventListener("blur", keep), 3000);
     base.setPointerCapture(event.pointerId);
     this.drag = { ...place, last: place, isMap: place.y < MINIMAP, hasMoved: false };
     if (this.drag.isMap) this.#moveByMap(place.x);
