@@ -186,7 +186,7 @@ def state_of(frame: Frame) -> dict[str, Any]:
 def run_cells(page: Page) -> None:
     """Run all cells, and wait for the last one."""
     page.click(".lm-MenuBar-itemLabel:text-is('Run')")
-    page.click("text=Run All Cells")
+    page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
     prompt = page.locator(".jp-Cell .jp-InputPrompt").last
     until(lambda: prompt.inner_text().strip().strip("[]:").isdigit(), 60)
     page.locator(".jp-WindowedPanel-outer").first.evaluate("(panel) => panel.scrollTo(0, 0)")
