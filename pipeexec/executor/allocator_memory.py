@@ -115,7 +115,7 @@ class Allocated:
                 )
                 line.set_gid(f"{kind}:{gpu}")
         ax.set_xlim(0, farthest(ax, max(last, end_of_axis(self.timeline)) * scale))
-        ax.set_ylim(0, farthest(ax, 1.05 * most / size, "y"))
+        ax.set_ylim(0, farthest(ax, 1.05 * float(ax.dataLim.y1) or 1.0, "y"))
         label(ax, f"Time ({sign})", f"Memory held ({size_sign})")
         add_legend(ax, *ax.get_legend_handles_labels(), legend)
         return ax

@@ -534,8 +534,11 @@ def _changes(start: Configuration) -> Iterator[Change]:
             text = f"{size}, at a {word} of the seconds and bytes of a micro-batch"
         yield Change(_MICROBATCHES, text, methodcaller("with_smaller_microbatches", factor))
     recipe = start.schedule.recipe
-    n_modules = 1 if recipe is None else schedule_info(recipe.name).n_modules
-    for name in options_of_schedules():
+    names = options_of_schedules()
+    n_modules = 1
+    if recipe is not None and recipe.name in names:  # not one that another process registered
+        n_modules = schedule_info(recipe.name).n_modules
+    for name in names:
         if schedule_info(name).n_modules == n_modules and (recipe is None or name != recipe.name):
             yield Change(_SCHEDULE, f"schedule={name!r}", methodcaller("with_schedule", name))
     arguments, costs = start.arguments, start.costs

@@ -201,8 +201,9 @@ def known_steps(framework: Framework, gpu: GPU, precision: str, *, has_experts: 
         (others, [family], f"{wider} on {family}"),
     ]
     if has_experts:
-        families = list(dict.fromkeys(x for rows in published.values() for x in rows))
-        searches.append((others, families, f"{wider} on all GPUs"))
+        families = list(dict.fromkeys(x for key in others for x in published[key]))
+        runs = f"of {', '.join(others)}" if name else kind
+        searches.append((others, families, f"{runs} on {', '.join(families)}"))
     for names, families, where in searches:
         rows = (published.get(key, {}).get(x, ()) for key in names for x in families)
         quotients = [x for row in rows for x in row]

@@ -534,8 +534,8 @@ class Costs(CostFields):
                 if len(values) == n_devices and np.ptp(np.array(values)[paths], axis=0).any():
                     raise CostsError(
                         f"{name} differs among devices that have the same stage, which has one "
-                        "cost on all of them; slow devices are Noise(slow_devices={device: factor})"
-                        " in simulate, and slow layers per='layers'"
+                        "cost on all of them; slow devices are pipesim.Noise(slow_devices={2: 1.5})"
+                        " of pipesim.simulate, and slow layers per='layers'"
                     )
         if by_layers and n_stages % n_devices:
             raise CostsError(
@@ -577,7 +577,10 @@ class Costs(CostFields):
 
     def _seconds_that_differ(self) -> dict[str, tuple[float, ...]]:
         """Return fields of seconds whose values differ."""
-        values = {name: getattr(self, name) for name in (*LAYER_SECONDS.values(), "overlapped")}
+        values = {
+            name: getattr(self, name)
+            for name in (*LAYER_SECONDS.values(), "overlapped", "optimizer_step")
+        }
         return {name: x for name, x in values.items() if isinstance(x, tuple) and len(set(x)) > 1}
 
     @classmethod

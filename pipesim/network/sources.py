@@ -443,16 +443,25 @@ def _array(name: str, values: ArrayLike) -> NDArray[np.float64]:
         raise NetworkError(
             f"latency and bandwidth must be arrays of numbers, {name} is not: {error}"
         ) from error
-    if array.dtype.kind == "U" or (array.dtype.kind == "O" and array.ndim):
-        parse = parse_rate if name == "bandwidth" else parse_float
-        items = [parse(x) if isinstance(x, str) else number(x) for x in array.ravel().tolist()]
-        numbers = [math.nan if x is None else x for x in items]
+    if name == "bandwidth" and array.dtype.kind == "U":
+        array = array.astype(object)  # such as "25GB/s"
+    if array.dtype.kind == "O" and (array.ndim or isinstance(array.item(), str)):
+        numbers = [math.nan if (x := _rate(name, item)) is None else x for item in array.ravel()]
         return np.array(numbers, dtype=np.float64).reshape(array.shape)
     if array.dtype.kind not in "fiu":
         raise NetworkError(
             f"latency and bandwidth must be arrays of numbers, {name} is not: got {values!r:.60}"
         )
     return array.astype(np.float64)
+
+
+def _rate(name: str, value: object) -> float | None:
+    """Return a number, or that of a text of a bandwidth; None for another object."""
+    if name != "bandwidth" or not isinstance(value, str):
+        return number(value)
+    if (rate := parse_rate(value)) is None:
+        raise NetworkError(f"bandwidth must be > 0 bytes/s, such as '25GB/s', got {value!r:.60}")
+    return rate
 
 
 def _check_pairs(

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Parts below this share of the longer step, or of the larger memory, are listed together.
 _SMALL = 5e-4
+#: Shares of the step that predictions do not decide: see the limits in the documentation.
+_TIE = 0.03
 #: Differences below this share of the step are due to rounding.
 _UNSTATED = 1e-9
 #: Value of the first configuration and of the second, and their difference.
@@ -80,9 +82,10 @@ class Explanation:
         if first == second:
             return f"A and B both take {format_time(first)} a step."
         share = abs(first / second - 1)
+        tie = " Measure both: predictions do not decide so small a difference." * (share < _TIE)
         return (
             f"A takes {format_time(first)} a step: {_change(first - second, format_time)} than B "
-            f"with {format_time(second)}, or {share:.1%}."
+            f"with {format_time(second)}, or {share:.1%}.{tie}"
         )
 
     def sentences(self) -> list[str]:

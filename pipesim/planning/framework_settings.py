@@ -11,6 +11,7 @@ from pipesim.framework.framework import BEST_CASE, Framework, GatherParameters
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.lower import lower
+from pipesim.models.parallel import ExpertExchange
 from pipesim.models.precision import Precision
 from pipesim.planning.choice import PlanChoice, layers_text
 from pipesim.scheduling.placement import Layout, Placement
@@ -52,6 +53,8 @@ class TrainerSettings:
         Bytes of a summed gradient and of the optimizer's state, for `pipesim.Transformer`.
         Megatron-LM sums in 4 bytes with bfloat16, unless ``--grad-reduce-in-bf16`` is given.
         Settings of torchtitan do not give them: they are then those of a `pipesim.Transformer`.
+    expert_exchange
+        How tokens reach their experts, as in `pipesim.Transformer.costs`.
     ignored
         Flags or settings that do not change the tasks, or that are not known. Sizes of the model
         are among them: give them to `pipesim.Transformer`.
@@ -85,6 +88,7 @@ class TrainerSettings:
     schedule_csv: str = ""
     bytes_per_gradient: float = 2.0
     optimizer_bytes_per_parameter: float = 12.0
+    expert_exchange: ExpertExchange = "direct"
     ignored: tuple[str, ...] = ()
 
     @cached_property
@@ -136,6 +140,7 @@ class TrainerSettings:
             "framework": self.framework,
             "flash_attention": self.flash_attention,
             "precision": self.precision,
+            "expert_exchange": self.expert_exchange,
             **choice.shard_options,
         }
 

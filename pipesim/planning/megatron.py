@@ -24,7 +24,7 @@ from pipesim.framework.framework import (
 from pipesim.graph.options import GradSyncs
 from pipesim.lowering.framework_options import LAYOUT_OF_RANKS, FrameworkOptions
 from pipesim.lowering.parameter_shards import ShardParameters
-from pipesim.models.parallel import Parallel
+from pipesim.models.parallel import ExpertExchange, Parallel
 from pipesim.models.precision import Precision
 from pipesim.models.transformer import Transformer
 from pipesim.named_schedules.patterns import Merged
@@ -175,7 +175,10 @@ def _bytes_flags(model: Transformer, choice: PlanChoice, parallel: Parallel) -> 
             "Megatron-LM sums gradients in 2 or 4 bytes; the model has bytes_per_gradient="
             f"{model.bytes_per_gradient:g}; plan with a model with one of these"
         )
+    is_wider = model.bytes_per_gradient > model.bytes_per_parameter
+    fuses = framework.fused_sums == "all" or (framework.fused_sums == "wider" and is_wider)
     flags = list(sums[model.bytes_per_gradient])
+    flags += ["--no-gradient-accumulation-fusion"] * (not fuses and not choice.shards_parameters)
     held = model.optimizer_bytes_per_parameter - (4 - framework.master_bytes)
     if held == 12:
         return flags
@@ -201,7 +204,8 @@ def _expert_flags(choice: PlanChoice, parallel: Parallel) -> list[str]:
     By default Megatron-LM gathers all tokens, and multiplies expert by expert.
     """
     framework = parallel.framework
-    flags = ["--moe-token-dispatcher-type", _DISPATCHERS[parallel.expert_exchange]]
+    exchange = parallel.expert_exchange if choice.expert_parallel > 1 else "direct"
+    flags = ["--moe-token-dispatcher-type", _DISPATCHERS[exchange]]
     flags += ["--moe-grouped-gemm"] * (framework.expert_products != "sequential")
     flags += ["--moe-permute-fusion"] * framework.fused_permute
     flags += ["--moe-router-fusion"] * framework.fused_router
@@ -429,6 +433,7 @@ def read_megatron(
         mtp_layers=mtp_layers,
         bytes_per_gradient=_gradient_bytes(read, precision),
         optimizer_bytes_per_parameter=optimizer_bytes,
+        expert_exchange=_expert_exchange(read),
         stage_layout=stage_layout,
         ignored=_checked_rest(read),
     )
@@ -580,13 +585,6 @@ def _framework(read: Flags) -> Framework:
         grad_sync="bucketed" if reduces else "last",
         gather_parameters="before_forward" if gathers else "after_step",
     )
-    dispatcher = read.text("--moe-token-dispatcher-type", "allgather")
-    check_name("flags: --moe-token-dispatcher-type", dispatcher, ("allgather", "alltoall", "flex"))
-    if dispatcher == "allgather" and read.size("--expert-model-parallel-size") > 1:
-        raise ArgumentError(
-            "flags: --expert-model-parallel-size needs --moe-token-dispatcher-type alltoall or "
-            "flex: by default Megatron-LM gathers all tokens, which costs here do not have"
-        )
     if "--num-experts" not in read and "--moe-token-dispatcher-type" not in read:
         return framework
     return replace(
@@ -596,6 +594,22 @@ def _framework(read: Flags) -> Framework:
         fused_router=read.switch("--moe-router-fusion"),
         shared_expert_overlap=read.switch("--moe-shared-expert-overlap"),
     )
+
+
+def _expert_exchange(read: Flags) -> ExpertExchange:
+    dispatcher = read.text("--moe-token-dispatcher-type", "allgather")
+    exchanges: dict[str, ExpertExchange] = {
+        "alltoall": "direct",
+        "flex": "hierarchical",
+        "allgather": "direct",  # of no expert: see below
+    }
+    check_name("flags: --moe-token-dispatcher-type", dispatcher, exchanges)
+    if dispatcher == "allgather" and read.size("--expert-model-parallel-size") > 1:
+        raise ArgumentError(
+            "flags: --expert-model-parallel-size needs --moe-token-dispatcher-type alltoall or "
+            "flex: by default Megatron-LM gathers all tokens, which costs here do not have"
+        )
+    return exchanges[dispatcher]
 
 
 def _fuses_attention(read: Flags) -> bool:

@@ -275,6 +275,12 @@ def plan(
     if noise is not None:
         advice = "give such as pipesim.Noise(task=pipesim.simulation.LogNormal(0.02))"
         check_type("noise", noise, Noise, advice)
+        if noise.slow_devices or noise.slow_links:
+            raise ArgumentError(
+                "noise of plans takes no slow_devices and slow_links, as device 3 is another GPU "
+                "in each configuration; simulate one plan with them: pipesim.simulate(plan.graph, "
+                "plan.costs, noise=noise)"
+            )
     workers = checked_workers(n_jobs, backend)
     if progress is not None:
         check_flag("progress", progress)
@@ -406,7 +412,12 @@ def _assumptions(problem: PlanProblem, n_bands: int) -> tuple[str, ...]:
     steps = _known_steps(problem)
     if steps is not None:
         order = f"The first {n_bands} are in the order of the high ends of their intervals."
-        return (str(steps), *[order] * (n_bands > 0))
+        half = "Gradients take 2 bytes (bytes_per_gradient); Megatron-LM takes 4 by default."
+        return (
+            str(steps),
+            *[half] * (problem.model.bytes_per_gradient == 2),
+            *[order] * (n_bands > 0),
+        )
     return (
         "GPUs differ: each stage takes the seconds of the slowest GPU that holds it in any "
         "replica, the one with the longest F and B of a layer.",

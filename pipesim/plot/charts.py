@@ -96,7 +96,7 @@ def memory(
         )
         line.set_gid(f"memory:{device}")
     ax.set_xlim(0, farthest(ax, end_of_axis(timeline) * scale))
-    ax.set_ylim(0, farthest(ax, 1.05 * float(held["nbytes"].max()) / size or 1.0, "y"))
+    ax.set_ylim(0, farthest(ax, 1.05 * float(ax.dataLim.y1) or 1.0, "y"))
     if not held["nbytes"].any():
         ax.text(0.5, 0.5, "no bytes in the costs", transform=ax.transAxes, ha="center",
                 va="center", fontsize=text_points("axes.labelsize"))  # fmt: skip
@@ -280,7 +280,7 @@ def _draw_part(ax: Axes, cause: Cause, left: Floats, width: Floats) -> BarContai
     with mpl.rc_context({"hatch.linewidth": 0.6}):  # read once, when a bar is made
         drawn = ax.barh(np.arange(len(left)), width, 0.7, left, color=colour,
                         edgecolor=(ink, HATCH_INK), linewidth=0.4,
-                        hatch=hatch if any(style.hatches.values()) else None)  # fmt: skip
+                        hatch=hatch if style.patterns else None)  # fmt: skip
     for bar in drawn:
         bar.set_gid(f"idle:{CAUSES[cause]}")
     return drawn

@@ -107,6 +107,8 @@ class Style:
         Names of schedules in titles, labels and legends, where these differ from their papers'.
     grey
         Whether devices and warnings have greys, too.
+    patterns
+        Whether causes of idle time have hatches.
     """
 
     widths: tuple[float, float] = (ONE_COLUMN, TWO_COLUMNS)
@@ -119,6 +121,7 @@ class Style:
     operations: Mapping[Op, str] = field(default_factory=lambda: LABELS)
     schedules: Mapping[str, str] = field(default_factory=dict)
     grey: bool = False
+    patterns: bool = True
     _entered: list[ExitStack] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def width(self, columns: int | None, usual: int = 2) -> float:
@@ -343,6 +346,8 @@ def style(
         font=fonts,
         palette={
             **(GREYS if grey else PALETTE),
+            # A hue of its own, as no hatch tells it from F of a later chunk.
+            **({Op.R: "#BFA38A"} if publisher == "nature" and not grey else {}),
             **_by_operation("palette", palette, _colour),
         },
         hatches={
@@ -353,6 +358,7 @@ def style(
         schedules={name: check_text(f"schedules[{name!r}]", label)
                    for name, label in (schedules or {}).items()},
         grey=grey,
+        patterns=publisher != "nature",
     )  # fmt: skip
     chosen.width(columns)
     return chosen

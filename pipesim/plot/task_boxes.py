@@ -253,7 +253,13 @@ def legend_entries(
         )
     entries |= frame_entry(graph)
     white = whiteness(np.arange(n_chunks(graph)))
-    for chunk in (0, len(white) - 1) if len(white) > 1 else ():
+    last = len(white) - 1
+    if last and style.grey:  # the greys of chunks alone would be those of operations
+        for op in [op for op in (Op.F, Op.B, Op.I, Op.W) if op in drawn]:
+            entries[f"{style.operations[op]}, chunk {last}"] = Patch(
+                fc=style.palette[op], ec="white", lw=0, hatch=drawn[op], alpha=1 - white[last]
+            )
+    for chunk in (0, last) if last and not style.grey else ():
         entries[f"chunk {chunk}"] = Patch(fc=GREY, alpha=1 - white[chunk], lw=0)
     if unfinished:
         entries["unfinished"] = Patch(fc="white", ec=unfinished_colour(), lw=0.8, ls=DASHES)

@@ -39,6 +39,13 @@ def test_a_step_needs_the_token_of_the_step_before() -> None:
     assert needed(one, "0F1") == ["0F0"]
 
 
+def test_tokens_go_to_decode_steps_alone() -> None:
+    """The last slice of the prompt and each step but the last make a token that is needed."""
+    graph = ps.lower(in_rounds(2, 1, 5), forward_only=True, prompt_slices=2)
+    senders = (graph.op == ps.Op.SEND_F) & (graph.stage == 1)
+    assert sorted(graph.microbatch[senders].tolist()) == [1, 2, 3]
+
+
 def test_two_groups_on_three_devices_leave_one_of_three_steps_empty() -> None:
     timeline = ps.simulate(
         ps.lower(in_rounds(3, 2, 2), forward_only=True, prompt_slices=1), ps.Costs(1)

@@ -438,6 +438,11 @@ def test_matrix() -> None:
         ([[0, 1], [1]], 1, "must be arrays of numbers"),
         ("a", 1, "must be arrays of numbers"),
         (True, [[0, 1], [1, 0]], "must be arrays of numbers, latency is not: got True"),
+        (
+            0,
+            [[0, "25 cows"], [1, 0]],
+            "bandwidth must be > 0 bytes/s, such as '25GB/s', got '25 cows'",
+        ),
         ([["0", "1"], ["1", "0"]], 1, "must be arrays of numbers, latency is not"),
         ([[0, 1], [1, 0]], 10**400, "must be arrays of numbers, bandwidth is not"),
         ([[0, 1], [10**400, 0]], 1, "latency from 1 to 0 must be finite and >= 0 s, got nan"),

@@ -668,6 +668,9 @@ def test_experts_of_a_plan_are_those_of_its_flags() -> None:
     flags = megatron_flags(choice, 16, "stage_major", FrameworkOptions(), model, parallel)
     assert "--moe-token-dispatcher-type flex --moe-grouped-gemm" in flags
     again = ps.read_megatron(flags, n_layers=8, n_gpus=8)
+    assert again.cost_options["expert_exchange"] == "hierarchical"
+    alone = megatron_flags(CHOICE, 16, "stage_major", FrameworkOptions(), model, parallel)
+    assert "--moe-token-dispatcher-type alltoall" in alone, "flex needs several GPUs"
     for name in ("expert_products", "fused_permute", "fused_router", "shared_expert_overlap"):
         assert getattr(again.framework, name) == getattr(framework, name)
 

@@ -233,6 +233,14 @@ def test_memory_steps_up_to_each_devices_peak() -> None:
     assert line.get_xdata()[-1] == timeline.makespan * 1e3
 
 
+def test_memory_keeps_what_the_axes_hold() -> None:
+    ax = axes()
+    for name in ("gpipe", "1f1b"):
+        plot.memory(simulated(name, 2, 8), ax=ax)
+    highest = max(line.get_ydata().max() for line in ax.lines)
+    assert ax.get_ylim()[1] > highest
+
+
 def test_memory_without_bytes_says_so() -> None:
     """An empty panel would be taken for a model without memory."""
     drawn, empty = (
