@@ -297,7 +297,7 @@ def test_a_stage_of_two_devices_has_no_cost_of_a_slow_one() -> None:
     graph = ps.lower(ps.schedule("chimera", 4, 8))
     placement = ps.Placement.bidirectional(4)
     uneven = ps.Costs((2, 2, 3, 2), 4)
-    with pytest.raises(CostsError, match=r"forward differs .* Noise\(slow_devices="):
+    with pytest.raises(CostsError, match=r"forward differs .* pipesim.Noise\(slow_devices="):
         uneven.in_chunks(placement)
     assert uneven.in_chunks(placement, per="layers").forward == (2, 2, 3, 2)
 
