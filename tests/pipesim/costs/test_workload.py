@@ -58,8 +58,16 @@ def test_settings_are_not_compared_and_not_shared() -> None:
     assert workload.settings["size"] == 3
 
 
+def test_bytes_alone_may_be_texts() -> None:
+    assert Workload(1, 1, memory="80GB").memory == 80e9  # type: ignore[arg-type]  # a text
+    with pytest.raises(ArgumentError, match="workload: memory must be bytes such as 80e9"):
+        Workload(1, 1, memory="8 cows")  # type: ignore[arg-type]  # no number
+    with pytest.raises(CostsError, match="workload: tokens must be finite"):
+        Workload("8", 1)  # type: ignore[arg-type]  # a text
+
+
 @pytest.mark.parametrize("name", ["tokens", "flops", "peak_flops", "memory"])
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "8", True, [8]])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, [8]])
 def test_numbers_are_above_0(name: str, value: object) -> None:
     """Every refusal names the field and the value."""
     with pytest.raises(CostsError, match=rf"workload: {name} must be finite .* above 0, got"):
