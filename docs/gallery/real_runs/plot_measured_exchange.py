@@ -6,8 +6,8 @@ Keys of a sharded embedding, their vectors and gradients, between two processes 
 AMD EPYC each, over gloo; this project ran them by ``benchmarks/two_processes.py``. Above is a small
 exchange of four keys a process, as ``embedding.explain(keys)`` returned it: a key that a process
 has twice is sent once, and the row of key 5 gets gradients of both. Below are seconds of all
-exchanges in a step of four micro-batches, a dot each. Look at the counts: 8 bytes take about as
-long as 175 kB, since all of them wait for the slower process.
+exchanges in a step of four micro-batches, a dot each. Look at the counts: 8 bytes take no less time
+than 176 kB, since all of them wait for the slower process.
 """
 
 import matplotlib.pyplot as plt
