@@ -265,7 +265,7 @@ CLUSTER = ps.Cluster(
 NO_FLAG = {"routing"}
 #: Fields of `Parallel` that `TrainerSettings.cost_options` lacks: flags of Megatron-LM and settings
 #: of torchtitan that give them do not change the pipeline, and are among those ignored.
-READ = {*SEARCHED, "flash_attention", "framework", "precision"}
+READ = {*SEARCHED, "expert_exchange", "flash_attention", "framework", "precision"}
 NOT_READ = set(PARALLEL) - READ
 
 
