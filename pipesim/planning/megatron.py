@@ -82,7 +82,10 @@ _MOMENTS: Mapping[float, tuple[str, ...]] = {
 #: bfloat16 lacks (``store_param_remainders``): Transformer Engine's Adam casts them itself.
 _REMAINDERS = ("bf16", "nvfp4")
 #: Exchanges of tokens, of keys and values.
-_DISPATCHERS = {"direct": "alltoall", "hierarchical": "flex"}  # flex: DeepEP
+_DISPATCHERS: Mapping[ExpertExchange, str] = {
+    "direct": "alltoall",
+    "hierarchical": "flex",  # DeepEP
+}
 _CONTEXT = {"ring": "p2p", "all_gather": "allgather", "all_to_all": "a2a"}
 #: Modules whose inputs are offloaded; with those of experts, nearly all activations of a layer.
 OFFLOADED = (
@@ -597,12 +600,10 @@ def _framework(read: Flags) -> Framework:
 
 
 def _expert_exchange(read: Flags) -> ExpertExchange:
+    """Return how tokens reach experts on other GPUs, which Megatron's default does not do."""
     dispatcher = read.text("--moe-token-dispatcher-type", "allgather")
-    exchanges: dict[str, ExpertExchange] = {
-        "alltoall": "direct",
-        "flex": "hierarchical",
-        "allgather": "direct",  # of no expert: see below
-    }
+    exchanges = {flag: exchange for exchange, flag in _DISPATCHERS.items()}
+    exchanges["allgather"] = "direct"  # experts are on one GPU: nothing is exchanged
     check_name("flags: --moe-token-dispatcher-type", dispatcher, exchanges)
     if dispatcher == "allgather" and read.size("--expert-model-parallel-size") > 1:
         raise ArgumentError(
